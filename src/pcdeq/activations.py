@@ -1,0 +1,231 @@
+"""Concave activations, the s of z = s(Wz + x).
+
+An activation qualifies when, on [0, inf), it is nonnegative, nondecreasing and concave and
+s(y)/y -> 0. Then z -> s(Wz + x) has exactly one fixed point for every W >= 0 and every
+admissible x, whatever the size of W (Gabor, Piotrowski & Cavalcante 2024, Proposition 3.5).
+
+The kind follows from s(0). Kind 1 (s(0) = 0) needs a positive input x, kind 2 (s(0) > 0) a
+nonnegative one. Every derivative here is a function of the value as well: s is strictly
+increasing wherever its slope is not 0, so s'(y) can be read off s(y), and the backward pass
+needs nothing but z.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcdeq.errors import UsageError
+
+TensorMap = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """A concave activation: value, slope, supremum, and what follows from them.
+
+    Args:
+        name: what it is called in messages and checkpoints.
+        value: s, elementwise, for arguments >= 0.
+        slope: s', elementwise. Where s has a kink any number between the two one-sided slopes.
+            Left out, it is found by autograd.
+        slope_of_value: s' as a function of z = s(y), which spares the backward pass a product.
+        supremum: the limit of s at infinity; ``math.inf`` if there is none.
+        kinks: where s has no derivative.
+
+    A custom activation is checked when it is made: one that is convex, decreasing, negative or
+    grows linearly is refused, because the layer's guarantee would be void.
+
+    >>> import torch, pcdeq
+    >>> gompertz = pcdeq.Activation("1-2^-y", lambda y: 1 - torch.exp2(-y), supremum=1.0)
+    >>> gompertz.kind
+    1
+    >>> pcdeq.PcDEQLinear(3, activation=gompertz)(torch.zeros(2, 3)).shape
+    torch.Size([2, 3])
+    >>> pcdeq.Activation("softplus", torch.nn.functional.softplus, supremum=float("inf"))
+    Traceback (most recent call last):
+    ...
+    pcdeq.errors.UsageError: activation 'softplus' is not concave on [0, inf): ...
+    """
+
+    name: str
+    value: TensorMap
+    slope: TensorMap | None = None
+    slope_of_value: TensorMap | None = None
+    supremum: float = math.inf
+    kinks: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_concave(self)
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.value(y)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        # Built-in activations travel through pickle and deepcopy as their name.
+        if ACTIVATIONS.get(self.name) is self:
+            return (as_activation, (self.name,))
+        return super().__reduce__()
+
+    def __deepcopy__(self, memo: object) -> Activation:
+        return self  # immutable
+
+    @property
+    def at_zero(self) -> float:
+        """s(0)."""
+        return float(self.value(torch.zeros((), dtype=torch.float64)))
+
+    @property
+    def kind(self) -> int:
+        """1 where s(0) = 0 (the input must be positive), 2 where s(0) > 0 (nonnegative will do)."""
+        return 2 if self.at_zero > 0 else 1
+
+    def derivative(self, y: Tensor) -> Tensor:
+        """s'(y), elementwise."""
+        if self.slope is not None:
+            return self.slope(y)
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.value(y).sum(), y)
+        return slope
+
+    def rate(self, floor: float = 0.0) -> float:
+        """The contraction factor of the layer in Thompson's metric when its input is >= floor (T4).
+
+        c = sup over y >= floor of (y - floor) s'(y) / s(y). Below 1 it holds for every W >= 0,
+        so the number of steps is known before the first one.
+
+        >>> round(as_activation("sigmoid").rate(), 4)
+        0.2785
+        >>> round(as_activation("relu6").rate(0.6), 12)
+        0.9
+        """
+        if floor < 0 or not math.isfinite(floor):
+            raise UsageError(f"floor must be a number >= 0, got {floor}")
+        if floor == 0 and self.kind == 1:
+            return 1.0  # (y s'(y) / s(y)) -> 1 at 0+ for any concave s with s(0) = 0 and a slope there
+        return _largest_elasticity(self, floor)
+
+
+def _largest_elasticity(activation: Activation, floor: float) -> float:
+    """Maximise (y - floor) s'(y) / s(y) over y > floor on a grid that is refined twice."""
+
+    def elasticity(distance: Tensor) -> Tensor:
+        y = floor + distance
+        return distance * activation.derivative(y) / activation.value(y)
+
+    def around(centre: float, factor: float) -> Tensor:
+        low, high = math.log10(centre / factor), math.log10(centre * factor)
+        return torch.logspace(low, high, 4001, dtype=torch.float64)
+
+    grid = torch.cat([torch.logspace(-12, 12, 24001, dtype=torch.float64), *_just_below_kinks(activation, floor)])
+    best, centre = 0.0, 1.0
+    for factor in (1.01, 1.0001, 1.0):
+        values = torch.nan_to_num(elasticity(grid))
+        index = int(values.argmax())
+        if float(values[index]) > best:
+            best, centre = float(values[index]), float(grid[index])
+        grid = around(centre, factor)
+    return min(best, 1.0)
+
+
+def _just_below_kinks(activation: Activation, floor: float) -> list[Tensor]:
+    return [
+        torch.tensor([(kink - floor) * (1 - 1e-15)], dtype=torch.float64) for kink in activation.kinks if kink > floor
+    ]
+
+
+def _require_concave(activation: Activation) -> None:
+    """Refuse an activation that breaks the guarantee, by sampling [0, inf) in float64."""
+    y = torch.cat([torch.zeros(1), torch.logspace(-6, 6, 1201)]).double()
+    s = activation.value(y)
+
+    def refuse(property_: str, index: Tensor, why: str) -> None:
+        at = float(y[int(index)])
+        raise UsageError(f"activation '{activation.name}' is not {property_}: near y = {at:.3g} {why}")
+
+    if s.shape != y.shape or not s.isfinite().all():
+        raise UsageError(f"activation '{activation.name}' must map finite numbers to finite numbers, elementwise")
+    slack = 1e-12 * (1 + s.abs())
+    if (s < 0).any():
+        refuse("nonnegative on [0, inf)", (s < 0).int().argmax(), "its value is below 0")
+    if (s.diff() < -slack[1:]).any():
+        refuse("nondecreasing on [0, inf)", s.diff().argmin(), "it falls")
+    chord = s.diff() / y.diff()
+    noise = 1e-9 * chord[:-1].abs() + (slack[1:-1] + slack[2:]) / y.diff()[1:]
+    if (chord.diff() > noise).any():
+        refuse("concave on [0, inf)", (chord.diff() - noise).argmax() + 1, "its slope grows")
+    far = torch.tensor([1e6, 1e9], dtype=torch.float64)
+    ratio = activation.value(far) / far
+    if float(ratio[1]) > 1e-3 * float(ratio[0]) + 1e-4:
+        raise UsageError(
+            f"activation '{activation.name}' grows linearly (s(y)/y -> {float(ratio[1]):.3g}, not 0): a fixed "
+            "point then exists only for small weights; bound it, as ReLU6 bounds ReLU"
+        )
+    if float(s.max()) > activation.supremum * (1 + 1e-6):
+        raise UsageError(f"activation '{activation.name}' exceeds its supremum {activation.supremum}")
+    if float(s.max()) == 0:
+        raise UsageError(f"activation '{activation.name}' is 0 everywhere")
+
+
+# (value, slope, slope as a function of the value, supremum, kinks); the first four are the paper's.
+ACTIVATIONS: dict[str, Activation] = {}
+for _activation in (
+    Activation("tanh", torch.tanh, lambda y: torch.cosh(y.clamp(max=350.0)) ** -2, lambda z: 1 - z * z, 1.0),
+    Activation("softsign", lambda y: y / (1 + y), lambda y: (1 + y) ** -2, lambda z: (1 - z) ** 2, 1.0),
+    Activation(
+        "relu6",
+        lambda y: y.clamp(max=6.0),
+        lambda y: (y < 6).to(y.dtype),
+        lambda z: (z < 6).to(z.dtype),
+        6.0,
+        (6.0,),
+    ),
+    Activation("sigmoid", torch.sigmoid, lambda y: torch.sigmoid(y) * torch.sigmoid(-y), lambda z: z * (1 - z), 1.0),
+    Activation("log1p", torch.log1p, lambda y: 1 / (1 + y), lambda z: torch.exp(-z)),
+    Activation("arctan", torch.atan, lambda y: 1 / (1 + y * y), lambda z: torch.cos(z) ** 2, math.pi / 2),
+    Activation("1-exp", lambda y: -torch.expm1(-y), lambda y: torch.exp(-y), lambda z: 1 - z, 1.0),
+    Activation(
+        "isru",
+        lambda y: y / torch.hypot(y, torch.ones_like(y)),
+        lambda y: (1 + y * y) ** -1.5,
+        lambda z: (1 - z * z).clamp(min=0.0) ** 1.5,
+        1.0,
+    ),
+    Activation(
+        "hard-tanh",
+        lambda y: y.clamp(max=1.0),
+        lambda y: (y < 1).to(y.dtype),
+        lambda z: (z < 1).to(z.dtype),
+        1.0,
+        (1.0,),
+    ),
+    Activation(
+        "hard-sigmoid",
+        lambda y: (y / 6 + 0.5).clamp(max=1.0),
+        lambda y: (y < 3).to(y.dtype) / 6,
+        lambda z: (z < 1).to(z.dtype) / 6,
+        1.0,
+        (3.0,),
+    ),
+):
+    ACTIVATIONS[_activation.name] = _activation
+
+
+def as_activation(activation: str | Activation) -> Activation:
+    """The activation of that name, or the one given."""
+    if isinstance(activation, Activation):
+        return activation
+    if isinstance(activation, str):
+        if activation in ACTIVATIONS:
+            return ACTIVATIONS[activation]
+        reason = " (ReLU grows linearly; relu6 is its concave, bounded form)" if activation == "relu" else ""
+        raise UsageError(f"unknown activation '{activation}'{reason}; known: {', '.join(ACTIVATIONS)}")
+    raise UsageError(
+        f"activation must be a name or a pcdeq.Activation, got {type(activation).__name__}; "
+        "wrap a function as pcdeq.Activation(name, function, supremum=...)"
+    )

@@ -1,0 +1,70 @@
+"""The equation z = s(Wz + x) itself: one map, one activation, one batch of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcdeq.activations import Activation
+from pcdeq.errors import UsageError
+from pcdeq.operators import LinearMap
+from pcdeq.solvers import Problem
+
+# Newton's method makes one matrix of this many rows per sample.
+LARGEST_MATRIX = 4096
+
+
+@dataclass(frozen=True)
+class Equation:
+    """z = s(Wz + x) for a batch of inputs x >= 0 of shape (samples, *state)."""
+
+    map: LinearMap
+    activation: Activation
+    x: Tensor
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.activation.value(self.map.apply(z) + self.x)
+
+    def at_zero(self) -> Tensor:
+        """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""
+        return self.activation.value(self.x)
+
+    def problem(self) -> Problem:
+        """What a solver needs, starting at g(0)."""
+        return Problem(self, start=self.at_zero(), steps=1, box=self.box(), jacobian=self.jacobian)
+
+    def slope(self, z: Tensor) -> Tensor:
+        """s'(Wz + x), where z is a value of the map."""
+        if self.activation.slope_of_value is not None:
+            return self.activation.slope_of_value(z)
+        return self.activation.derivative(self.map.apply(z) + self.x)
+
+    def jacobian(self, z: Tensor) -> Tensor:
+        """The matrices diag(s'(Wz + x)) W, (samples, n, n)."""
+        n = z[0].numel()
+        if n > LARGEST_MATRIX:
+            raise UsageError(f"Newton would need matrices of {n} rows, one per sample; use Anderson or Picard")
+        slope = self.activation.derivative(self.map.apply(z) + self.x)
+        return slope.reshape(-1, n, 1) * self.map.matrix(z.shape[1:])
+
+    def box(self) -> tuple[Tensor, Tensor] | tuple[float, float]:
+        """Bounds [0, b] within which z* and every value of the map lie; b is one number per sample if s is unbounded.
+
+        Without a supremum, b is a t with s(‖W‖ t + max x) <= t, ‖W‖ the largest row sum: it exists
+        because s(y)/y -> 0, and the box [0, t] is then mapped into itself (T6).
+        """
+        if self.activation.supremum < torch.inf:
+            return 0.0, self.activation.supremum
+        with torch.no_grad():
+            dims = tuple(range(1, self.x.ndim))
+            norm = self.map.apply(torch.ones_like(self.x[:1])).amax()
+            largest = self.x.amax(dims, keepdim=True)
+            bound = torch.ones_like(largest)
+            for _ in range(100):
+                outside = self.activation.value(norm * bound + largest) > 0.99 * bound
+                if not bool(outside.any()):
+                    break
+                bound = torch.where(outside, 2 * bound, bound)
+        return torch.zeros_like(bound), bound

@@ -1,0 +1,213 @@
+"""The gradient of an equilibrium: the one autograd function of the package, and its cheap variants.
+
+At z = s(Wz + x), with D = diag(s'(Wz + x)) and J = DW, the gradient v of a loss with respect to z
+turns into D y with respect to x and D y zᵀ with respect to W, where y = Jᵀy + v. That linear equation
+is solved by the same solvers; plain iteration converges because the spectral radius of J at z* is
+below 1 (T5). Forward keeps z and the weight, nothing that grows with the number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pcdeq.activations import Activation
+from pcdeq.enclosure import solve_certified
+from pcdeq.equation import Equation
+from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.operators import LinearMap
+from pcdeq.solvers import Picard, Problem, Solution, Solver, report
+
+Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
+GRADIENTS = get_args(Gradient)
+
+Record = Callable[[Solution], None]
+
+
+def solve_equation(equation: Equation, solver: Solver) -> Solution:
+    """Solve without recording a graph, by the rule that the solver names."""
+    with torch.no_grad():
+        if solver.stop == "certified":
+            return solve_certified(solver, equation)
+        solution = solver.solve(equation.problem())
+        if solver.stop == "batch":
+            # The paper returns one further application of g; it does not count it as a step.
+            solution = solution.with_value(equation(solution.value))
+        return solution
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Everything about a layer but its tensors: the form of its equation, how to solve it, whom to tell."""
+
+    bind: Callable[[Tensor], LinearMap]
+    activation: Activation
+    solver: Solver
+    adjoint_solver: Solver
+    gradient: Gradient
+    gradient_steps: int
+    record_forward: Record
+    record_backward: Record
+
+    def equation(self, x: Tensor, weight: Tensor) -> Equation:
+        """The layer's equation for these inputs and this weight."""
+        return Equation(self.bind(weight), self.activation, x)
+
+
+def equilibrium(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
+    """The fixed point of z = s(Wz + x), differentiable with respect to x and the weight."""
+    needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if needs_graph and rule.gradient == "implicit":
+        return _Equilibrium.apply(x, weight, rule)  # pyright: ignore[reportReturnType]
+    equation = rule.equation(x, weight)
+    if needs_graph and rule.gradient == "unrolled":
+        solution = Picard(tol=rule.solver.tol, max_steps=rule.solver.max_steps).solve(equation.problem())
+        rule.record_forward(solution)
+        return solution.value
+    solution = solve_equation(equation, rule.solver)
+    rule.record_forward(solution)
+    z = solution.value
+    if needs_graph:
+        for _ in range(1 if rule.gradient == "jacobian-free" else rule.gradient_steps):
+            z = equation(z)
+    return z
+
+
+class _Equilibrium(torch.autograd.Function):
+    """Solve forward, solve the adjoint backward."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
+        solution = solve_equation(rule.equation(x, weight), rule.solver)
+        rule.record_forward(solution)
+        return solution.value
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, rule = inputs
+        # The slope is a function of z for every built-in activation; only a custom one needs it stored.
+        known = rule.activation.slope_of_value is not None
+        slope = None if known else rule.equation(x, weight).slope(output)
+        ctx.save_for_backward(output, weight, slope)
+        ctx.rule = rule
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        z, weight, slope = ctx.saved_tensors
+        rule: Rule = ctx.rule
+        with torch.no_grad():
+            slope = rule.activation.slope_of_value(z) if slope is None else slope  # pyright: ignore[reportOptionalCall]
+            linear = rule.bind(weight)
+            solution = solve_adjoint(linear, slope, grad, rule.adjoint_solver)
+            rule.record_backward(solution)
+            grad_x = slope * solution.value
+            grad_weight = linear.weight_gradient(z, grad_x) if ctx.needs_input_grad[1] else None
+        if torch.is_grad_enabled():
+            grad_x, grad_weight = (_NoSecondDerivative.apply(g, grad, z) for g in (grad_x, grad_weight))
+        return grad_x, grad_weight, None
+
+
+def solve_adjoint(linear: LinearMap, slope: Tensor, grad: Tensor, solver: Solver) -> Solution:
+    """y = Jᵀy + grad with J = diag(slope) W, started at grad."""
+    return solver.solve(Problem(lambda y: linear.adjoint(slope * y) + grad, start=grad))
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity of its first argument, whose gradient says that there is none."""
+
+    @staticmethod
+    def forward(value: Tensor | None, *sources: Tensor) -> Tensor | None:
+        return None if value is None else value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise PcdeqError('no second derivative with gradient="implicit"; build the layer with gradient="unrolled"')
+
+
+def fixed_point(
+    fn: Callable[..., Tensor],
+    z0: Tensor,
+    *params: Tensor,
+    solver: Solver | None = None,
+    adjoint_solver: Solver | None = None,
+) -> Tensor:
+    """The fixed point z = fn(z, *params) of any map of yours, with the implicit gradient.
+
+    Gradients reach ``params`` and every tensor that ``fn`` closes over. Dimension 0 of ``z0`` counts
+    samples that do not influence each other, unless ``z0`` is a vector. About a map of unknown structure
+    nothing is promised: if the solver does not converge, it says so.
+
+    >>> import torch, pcdeq
+    >>> a = torch.tensor([0.5], requires_grad=True)
+    >>> z = pcdeq.fixed_point(lambda z: torch.cos(a * z), torch.zeros(1), solver=pcdeq.Picard(tol=1e-6))
+    >>> round(z.item(), 4), a.grad is None
+    (0.9004, True)
+    >>> z.backward(); round(a.grad.item(), 4)
+    -0.3218
+    """
+    if not z0.is_floating_point():
+        raise UsageError(f"z0 must be a floating point tensor, got {z0.dtype}")
+    solver = Picard() if solver is None else solver
+    adjoint_solver = solver if adjoint_solver is None else adjoint_solver
+    if "certified" in (solver.stop, adjoint_solver.stop):
+        raise UsageError('stop="certified" needs the structure of a pcDEQ layer; use "sample" or "batch"')
+    lift = (1, *z0.shape) if z0.ndim < 2 else tuple(z0.shape)
+    kind = z0.device.type
+    autocast = {
+        "device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)
+    }  # fmt: skip
+
+    def evaluate(z: Tensor) -> Tensor:
+        result = fn(z.reshape(z0.shape), *params)
+        if result.shape != z0.shape:
+            raise UsageError(f"fn maps shape {tuple(z0.shape)} to {tuple(result.shape)}; it must keep the shape")
+        return result.reshape(lift)
+
+    with torch.no_grad():
+        solution = solver.solve(Problem(evaluate, start=z0.detach().reshape(lift)))
+    report(solution, solver, "forward")
+    value = evaluate(solution.value)
+    if not value.requires_grad:
+        return solution.value.reshape(z0.shape)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        # The map is evaluated again, as in gradient checkpointing, so that no second graph is kept.
+        point = solution.value.detach().requires_grad_()
+        with torch.enable_grad(), torch.autocast(**autocast):
+            mapped = evaluate(point)
+
+        def step(y: Tensor) -> Tensor:
+            (pulled,) = torch.autograd.grad(mapped, point, y, retain_graph=True, materialize_grads=True)
+            return pulled + grad
+
+        result = adjoint_solver.solve(Problem(step, start=grad))
+        report(result, adjoint_solver, "backward")
+        return result.value
+
+    return _ReplaceGradient.apply(value, adjoint).reshape(z0.shape)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _ReplaceGradient(torch.autograd.Function):
+    """The identity, whose gradient is transformed by a given function."""
+
+    @staticmethod
+    def forward(value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.transform = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.no_grad():
+            result = ctx.transform(grad)
+        return (_NoSecondDerivative.apply(result, grad) if torch.is_grad_enabled() else result), None

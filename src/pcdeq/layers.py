@@ -1,0 +1,273 @@
+"""The layers: injection, operator, activation and solver put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pcdeq.activations import Activation, as_activation
+from pcdeq.enclosure import Enclosure, enclose_near
+from pcdeq.equation import Equation
+from pcdeq.errors import UsageError
+from pcdeq.implicit import GRADIENTS, Gradient, Rule, equilibrium, solve_equation
+from pcdeq.operators import Conv, Dense, Operator
+from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
+
+Injection = Callable[[Tensor], Tensor]
+
+# Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); the
+# smallest float32 that is not subnormal, far below the last digit of any softplus that matters.
+TINY_FLOOR = torch.finfo(torch.float32).tiny
+
+
+def softplus5(x: Tensor) -> Tensor:
+    """softplus with beta = 5: the paper's positive injection, for pcDEQ-1."""
+    return F.softplus(x, beta=5.0)
+
+
+class PcDEQ(nn.Module):
+    """An equilibrium layer: the z that solves z = s(Wz + inject(x)), with W >= 0 and s concave.
+
+    There is exactly one such z for every weight and input, and plain iteration reaches it. The layer
+    takes any real input; its shape is kept.
+
+    Args:
+        operator: W, any `Operator`.
+        activation: s, by name or as an `Activation`. The kind of the layer follows from it.
+        injection: maps the input to [0, inf). By default the paper's: softplus with beta 5 where s(0) = 0
+            (pcDEQ-1), ReLU where s(0) > 0 (pcDEQ-2). A function of yours is checked on each call.
+        floor: added to the injected input. With a floor the rate of convergence is known in advance,
+            whatever the weights (T4): ``layer.activation.rate(floor)``.
+        solver: forward; by default `Anderson`, which cannot fail (T6).
+        adjoint_solver: backward; by default like ``solver``.
+        gradient: ``"implicit"`` is exact up to the solvers' tolerance; ``"phantom"`` differentiates the
+            last ``gradient_steps`` steps, ``"jacobian-free"`` one step, ``"unrolled"`` all of a plain
+            iteration from the start (memory grows with them, second derivatives exist).
+
+    After a pass ``last_forward`` and ``last_backward`` hold its `SolveStats`.
+
+    Under autocast, and with parameters below float32, the equation is solved in float32: its tolerance
+    is finer than bfloat16 can resolve.
+    """
+
+    last_forward: SolveStats | None
+    last_backward: SolveStats | None
+
+    def __init__(
+        self,
+        operator: Operator,
+        activation: str | Activation = "tanh",
+        *,
+        injection: Injection | None = None,
+        floor: float | None = None,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        gradient: Gradient = "implicit",
+        gradient_steps: int = 5,
+    ) -> None:
+        super().__init__()
+        if not isinstance(operator, Operator):
+            raise UsageError(f"operator must be a pcdeq.Operator, got {type(operator).__name__}")
+        if gradient not in GRADIENTS:
+            raise UsageError(f"unknown gradient {gradient!r}; known: {', '.join(GRADIENTS)}")
+        if gradient_steps < 1:
+            raise UsageError(f"gradient_steps must be at least 1, got {gradient_steps}")
+        self.operator = operator
+        self.activation = as_activation(activation)
+        self.injection = injection
+        self.floor = self._checked_floor(floor)
+        self.solver = Anderson() if solver is None else solver
+        self.adjoint_solver = _adjoint_of(self.solver) if adjoint_solver is None else adjoint_solver
+        self.gradient: Gradient = gradient
+        self.gradient_steps = gradient_steps
+        self.last_forward = None
+        self.last_backward = None
+
+    def _checked_floor(self, floor: float | None) -> float:
+        if floor is None:
+            return TINY_FLOOR if self.activation.kind == 1 else 0.0
+        if not 0 <= floor < float("inf"):
+            raise UsageError(f"floor must be a number >= 0, got {floor}")
+        if self.activation.kind == 1 and floor < TINY_FLOOR:
+            raise UsageError(
+                f"activation '{self.activation.name}' is 0 at 0, so the input must be positive: "
+                f"floor must be at least {TINY_FLOOR:.2g}, got {floor}"
+            )
+        return float(floor)
+
+    def inject(self, x: Tensor) -> Tensor:
+        """The input of the equation: in [floor, inf), in at least float32."""
+        if self.injection is None:
+            injected = softplus5(x) if self.activation.kind == 1 else F.relu(x)
+            return injected + self.floor if self.floor else injected
+        injected = self.injection(x)
+        if injected.shape != x.shape:
+            raise UsageError(f"the injection maps shape {tuple(x.shape)} to {tuple(injected.shape)}; it must keep it")
+        if bool((injected < 0).any()):
+            raise UsageError(
+                f"the injection gave {float(injected.min()):.3g}, below 0: it must map every input to [0, inf)"
+            )
+        return injected + self.floor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            # The solve decides by its residuals when to stop: outside the graph, as one opaque call.
+            return torch.compiler.disable(self._equilibrium)(x)  # pyright: ignore[reportReturnType, reportArgumentType]
+        return self._equilibrium(x)
+
+    def _equilibrium(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            injected, weight = self._operands(x)
+            z = equilibrium(injected, weight, self._rule())
+        autocast = torch.is_autocast_enabled(x.device.type)
+        return z.reshape(x.shape).to(z.dtype if autocast else x.dtype)
+
+    @torch.no_grad()
+    def solve(self, x: Tensor, *, solver: Solver | None = None) -> Solution:
+        """Solve for x without a gradient and tell how it went.
+
+        >>> import torch, pcdeq
+        >>> layer = pcdeq.PcDEQConv2d(2, activation="relu6")
+        >>> solution = layer.solve(torch.randn(3, 2, 8, 8), solver=pcdeq.Picard(tol=1e-6))
+        >>> solution.value.shape, solution.converged.tolist()
+        (torch.Size([3, 2, 8, 8]), [True, True, True])
+        """
+        solver = self.solver if solver is None else solver
+        with torch.autocast(x.device.type, enabled=False):
+            solution = solve_equation(self.equation(x), solver)
+        report(solution, solver, "forward")
+        return solution.with_value(solution.value.reshape(x.shape))
+
+    @torch.no_grad()
+    def enclose(self, x: Tensor, *, solver: Solver | None = None) -> Enclosure:
+        """Bounds lower <= z* <= upper, proved per sample by the order test (T1, T3, T9).
+
+        The claim is about the layer whose weight and injected input are the numbers in memory.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            equation = self.equation(x)
+            solution = solve_equation(equation, self.solver if solver is None else solver)
+            box = enclose_near(equation, solution.value)
+        return Enclosure(box.lower.reshape(x.shape), box.upper.reshape(x.shape), box.certified)
+
+    def equation(self, x: Tensor) -> Equation:
+        """The equation that the layer solves for this input, samples along dimension 0."""
+        return self._rule().equation(*self._operands(x))
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The injected input, (samples, *state), and the weight, in the dtype of the solve."""
+        if x.ndim < self.operator.state_ndim:
+            raise UsageError(
+                f"one sample has {self.operator.state_ndim} dimensions but the input has shape {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise UsageError(f"the input must be a floating point tensor, got {x.dtype}; use x.float()")
+        self.operator.check_input(x)
+        weight = self.operator.effective_weight()
+        dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+        if x.ndim != self.operator.state_ndim + 1:
+            x = x.reshape(-1, *x.shape[x.ndim - self.operator.state_ndim :])
+        return self.inject(x.to(dtype)), weight.to(dtype)
+
+    def _rule(self) -> Rule:
+        return Rule(
+            self.operator.bind,
+            self.activation,
+            self.solver,
+            self.adjoint_solver,
+            self.gradient,
+            self.gradient_steps,
+            self._record_forward,
+            self._record_backward,
+        )
+
+    def _record_forward(self, solution: Solution) -> None:
+        self.last_forward = SolveStats.of(solution)
+        report(solution, self.solver, "forward")
+
+    def _record_backward(self, solution: Solution) -> None:
+        self.last_backward = SolveStats.of(solution)
+        report(solution, self.adjoint_solver, "backward")
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation.name}, kind={self.activation.kind}, solver={self.solver}"
+
+
+def _adjoint_of(solver: Solver) -> Solver:
+    """The solver for the backward pass: the same where it applies to a linear equation."""
+    stop = "batch" if solver.stop == "batch" else "sample"
+    if isinstance(solver, Newton):
+        return Anderson(tol=solver.tol, stop=stop, throw=solver.throw)
+    return solver.with_options(stop=stop)
+
+
+class PcDEQLinear(PcDEQ):
+    """A fully connected equilibrium layer on the last dimension.
+
+    Takes the keywords of `PcDEQ`, and ``weight_norm``.
+
+    >>> import torch, pcdeq
+    >>> layer = pcdeq.PcDEQLinear(8, activation="sigmoid")
+    >>> z = layer(torch.randn(5, 8))
+    >>> z.sum().backward()
+    >>> layer.last_forward.unconverged, layer.last_backward.unconverged
+    (0, 0)
+    """
+
+    def __init__(
+        self, features: int, activation: str | Activation = "tanh", *, weight_norm: bool = True, **options
+    ) -> None:
+        super().__init__(Dense(features, weight_norm=weight_norm), activation, **options)
+
+
+class _PcDEQConv(PcDEQ):
+    dims: int
+
+    def __init__(
+        self,
+        channels: int,
+        activation: str | Activation = "tanh",
+        *,
+        kernel_size: int = 3,
+        weight_norm: bool = True,
+        **options,
+    ) -> None:
+        super().__init__(Conv(self.dims, channels, kernel_size, weight_norm=weight_norm), activation, **options)
+
+
+class PcDEQConv1d(_PcDEQConv):
+    """A convolutional equilibrium layer on ``(*batch, channels, length)``; see `PcDEQConv2d`.
+
+    >>> import torch, pcdeq
+    >>> pcdeq.PcDEQConv1d(3)(torch.randn(2, 3, 20)).shape
+    torch.Size([2, 3, 20])
+    """
+
+    dims = 1
+
+
+class PcDEQConv2d(_PcDEQConv):
+    """A convolutional equilibrium layer on ``(*batch, channels, height, width)``.
+
+    Takes the keywords of `PcDEQ`, ``kernel_size`` (odd) and ``weight_norm``.
+
+    >>> import torch, pcdeq
+    >>> pcdeq.PcDEQConv2d(3, activation="relu6")(torch.randn(2, 3, 8, 8)).shape
+    torch.Size([2, 3, 8, 8])
+    """
+
+    dims = 2
+
+
+class PcDEQConv3d(_PcDEQConv):
+    """A convolutional equilibrium layer on ``(*batch, channels, depth, height, width)``; see `PcDEQConv2d`.
+
+    >>> import torch, pcdeq
+    >>> pcdeq.PcDEQConv3d(2)(torch.randn(1, 2, 4, 4, 4)).shape
+    torch.Size([1, 2, 4, 4, 4])
+    """
+
+    dims = 3

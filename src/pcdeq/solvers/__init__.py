@@ -1,0 +1,8 @@
+"""Fixed point solvers: small frozen objects, one method a file, one `Solution`."""
+
+from pcdeq.solvers.anderson import Anderson
+from pcdeq.solvers.newton import Newton
+from pcdeq.solvers.picard import Picard
+from pcdeq.solvers.solution import Outcome, Problem, Solution, Solver, SolveStats, report
+
+__all__ = ["Anderson", "Newton", "Outcome", "Picard", "Problem", "Solution", "SolveStats", "Solver", "report"]

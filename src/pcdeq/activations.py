@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,16 +66,20 @@ class Activation:
     def __call__(self, y: Tensor) -> Tensor:
         return self.value(y)
 
+    @property
+    def builtin(self) -> bool:
+        """Whether this is the activation that pcdeq knows under its name."""
+        return ACTIVATIONS.get(self.name) is self
+
     def __reduce__(self) -> str | tuple[object, ...]:
-        # Built-in activations travel through pickle and deepcopy as their name.
-        if ACTIVATIONS.get(self.name) is self:
+        if self.builtin:  # travels through pickle as its name
             return (as_activation, (self.name,))
         return super().__reduce__()
 
     def __deepcopy__(self, memo: object) -> Activation:
         return self  # immutable
 
-    @property
+    @cached_property
     def at_zero(self) -> float:
         """s(0)."""
         return float(self.value(torch.zeros((), dtype=torch.float64)))

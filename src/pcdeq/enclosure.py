@@ -126,14 +126,14 @@ def _tiny(z: Tensor) -> float:
     return torch.finfo(z.dtype).tiny
 
 
-def solve_certified(solver: Solver, equation: Equation) -> Solution:
+def solve_certified(solver: Solver, equation: Equation, guess: Tensor | None = None) -> Solution:
     """Solve until the proved bound on ‖z - z*‖ / ‖z‖ is below the solver's tol, sample by sample.
 
     Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is
     tightened by what was missing until the bound is met or the steps are used up.
     """
     inner = solver.with_options(stop="sample", throw=False)
-    problem = equation.problem()
+    problem = equation.problem(guess)
     finest = 4 * torch.finfo(equation.x.dtype).eps
     while True:
         solution = inner.solve(problem)

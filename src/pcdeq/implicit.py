@@ -20,7 +20,8 @@ from pcdeq.enclosure import solve_certified
 from pcdeq.equation import Equation
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.operators import LinearMap
-from pcdeq.solvers import Picard, Problem, Solution, Solver, report
+from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, report
+from pcdeq.warmstart import WarmStart
 
 Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
 GRADIENTS = get_args(Gradient)
@@ -28,16 +29,17 @@ GRADIENTS = get_args(Gradient)
 Record = Callable[[Solution], None]
 
 
-def solve_equation(equation: Equation, solver: Solver) -> Solution:
+def solve_equation(equation: Equation, solver: Solver, warm: WarmStart | None = None) -> Solution:
     """Solve without recording a graph, by the rule that the solver names."""
     with torch.no_grad():
-        if solver.stop == "certified":
-            return solve_certified(solver, equation)
-        solution = solver.solve(equation.problem())
         if solver.stop == "batch":
-            # The paper returns one further application of g; it does not count it as a step.
-            solution = solution.with_value(equation(solution.value))
-        return solution
+            # The paper starts at 0 and returns one further application of g, which it does not count as a step.
+            solution = solver.solve(equation.problem())
+            return solution.with_value(equation(solution.value))
+        guess = None if warm is None else warm.product(equation)
+        if solver.stop == "certified":
+            return solve_certified(solver, equation, guess)
+        return solver.solve(equation.problem(guess))
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class Rule:
     adjoint_solver: Solver
     gradient: Gradient
     gradient_steps: int
+    warm: WarmStart | None
     record_forward: Record
     record_backward: Record
+    observe: Callable[[Tensor, Tensor, LinearMap], None]
 
     def equation(self, x: Tensor, weight: Tensor) -> Equation:
         """The layer's equation for these inputs and this weight."""
@@ -68,7 +72,7 @@ def equilibrium(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
         solution = Picard(tol=rule.solver.tol, max_steps=rule.solver.max_steps).solve(equation.problem())
         rule.record_forward(solution)
         return solution.value
-    solution = solve_equation(equation, rule.solver)
+    solution = solve_equation(equation, rule.solver, rule.warm)
     rule.record_forward(solution)
     z = solution.value
     if needs_graph:
@@ -81,19 +85,16 @@ class _Equilibrium(torch.autograd.Function):
     """Solve forward, solve the adjoint backward."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
-        solution = solve_equation(rule.equation(x, weight), rule.solver)
+    def forward(ctx, x: Tensor, weight: Tensor, rule: Rule) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        equation = rule.equation(x, weight)
+        solution = solve_equation(equation, rule.solver, rule.warm)
         rule.record_forward(solution)
-        return solution.value
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, rule = inputs
+        z = solution.value
         # The slope is a function of z for every built-in activation; only a custom one needs it stored.
-        known = rule.activation.slope_of_value is not None
-        slope = None if known else rule.equation(x, weight).slope(output)
-        ctx.save_for_backward(output, weight, slope)
+        slope = None if rule.activation.slope_of_value is not None else equation.slope(z)
+        ctx.save_for_backward(z, weight, slope)
         ctx.rule = rule
+        return z
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -102,30 +103,39 @@ class _Equilibrium(torch.autograd.Function):
         with torch.no_grad():
             slope = rule.activation.slope_of_value(z) if slope is None else slope  # pyright: ignore[reportOptionalCall]
             linear = rule.bind(weight)
-            solution = solve_adjoint(linear, slope, grad, rule.adjoint_solver)
+            solution = solve_adjoint(linear, slope, grad, rule.adjoint_solver, rule.warm)
             rule.record_backward(solution)
-            grad_x = slope * solution.value
+            # Not in forward, which a gradient checkpoint runs twice: its second run must equal the first.
+            rule.observe(z, slope, linear)
+            grad_x = solution.value
             grad_weight = linear.weight_gradient(z, grad_x) if ctx.needs_input_grad[1] else None
         if torch.is_grad_enabled():
             grad_x, grad_weight = (_NoSecondDerivative.apply(g, grad, z) for g in (grad_x, grad_weight))
         return grad_x, grad_weight, None
 
 
-def solve_adjoint(linear: LinearMap, slope: Tensor, grad: Tensor, solver: Solver) -> Solution:
-    """y = Jᵀy + grad with J = diag(slope) W, started at grad."""
-    return solver.solve(Problem(lambda y: linear.adjoint(slope * y) + grad, start=grad))
+def solve_adjoint(
+    linear: LinearMap, slope: Tensor, grad: Tensor, solver: Solver, warm: WarmStart | None = None
+) -> Solution:
+    """u = D y for the solution of y = Jᵀy + grad, that is u = D(Wᵀu + grad), D = diag(slope).
+
+    In u the equation has the form of the forward one, and u itself is the gradient wanted. Under the
+    paper's rule the residual is that of y, started at grad.
+    """
+    if solver.stop == "batch":
+        solution = solver.solve(Problem(lambda y: linear.adjoint(slope * y) + grad, start=grad))
+        return solution.with_value(slope * solution.value)
+    start = slope * (grad if warm is None else warm.adjoint(grad))
+    pieces = Pieces(linear.adjoint, grad, "linear", slope)
+    return solver.solve(Problem(lambda u: slope * (linear.adjoint(u) + grad), start, pieces=pieces))
 
 
 class _NoSecondDerivative(torch.autograd.Function):
     """The identity of its first argument, whose gradient says that there is none."""
 
     @staticmethod
-    def forward(value: Tensor | None, *sources: Tensor) -> Tensor | None:
+    def forward(ctx, value: Tensor | None, *sources: Tensor) -> Tensor | None:
         return None if value is None else value.view_as(value)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        pass
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -199,12 +209,9 @@ class _ReplaceGradient(torch.autograd.Function):
     """The identity, whose gradient is transformed by a given function."""
 
     @staticmethod
-    def forward(value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx, value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.transform = transform
         return value.view_as(value)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.transform = inputs[1]
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -13,8 +13,9 @@ from pcdeq.enclosure import Enclosure, enclose_near
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import GRADIENTS, Gradient, Rule, equilibrium, solve_equation
-from pcdeq.operators import Conv, Dense, Operator
+from pcdeq.operators import Conv, Dense, LinearMap, Operator
 from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
+from pcdeq.warmstart import WarmStart
 
 Injection = Callable[[Tensor], Tensor]
 
@@ -46,6 +47,9 @@ class PcDEQ(nn.Module):
         gradient: ``"implicit"`` is exact up to the solvers' tolerance; ``"phantom"`` differentiates the
             last ``gradient_steps`` steps, ``"jacobian-free"`` one step, ``"unrolled"`` all of a plain
             iteration from the start (memory grows with them, second derivatives exist).
+        warm_start: start each solve from what earlier equilibria taught (see `pcdeq.warmstart`), kept like
+            the statistics of batch norm. It saves about half of the steps; the equilibrium is the same from
+            every start. Not used with ``stop="batch"``, the paper's rule.
 
     After a pass ``last_forward`` and ``last_backward`` hold its `SolveStats`.
 
@@ -67,6 +71,7 @@ class PcDEQ(nn.Module):
         adjoint_solver: Solver | None = None,
         gradient: Gradient = "implicit",
         gradient_steps: int = 5,
+        warm_start: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(operator, Operator):
@@ -85,6 +90,7 @@ class PcDEQ(nn.Module):
         self.gradient_steps = gradient_steps
         self.last_forward = None
         self.last_backward = None
+        self.warm = WarmStart.of(operator) if warm_start else None
 
     def _checked_floor(self, floor: float | None) -> float:
         if floor is None:
@@ -119,11 +125,10 @@ class PcDEQ(nn.Module):
         return self._equilibrium(x)
 
     def _equilibrium(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            injected, weight = self._operands(x)
-            z = equilibrium(injected, weight, self._rule())
-        autocast = torch.is_autocast_enabled(x.device.type)
-        return z.reshape(x.shape).to(z.dtype if autocast else x.dtype)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return equilibrium(*self._operands(x), self._rule()).reshape(x.shape)
+        return equilibrium(*self._operands(x), self._rule()).reshape(x.shape).to(x.dtype)
 
     @torch.no_grad()
     def solve(self, x: Tensor, *, solver: Solver | None = None) -> Solution:
@@ -137,7 +142,7 @@ class PcDEQ(nn.Module):
         """
         solver = self.solver if solver is None else solver
         with torch.autocast(x.device.type, enabled=False):
-            solution = solve_equation(self.equation(x), solver)
+            solution = solve_equation(self.equation(x), solver, self.warm)
         report(solution, solver, "forward")
         return solution.with_value(solution.value.reshape(x.shape))
 
@@ -149,7 +154,7 @@ class PcDEQ(nn.Module):
         """
         with torch.autocast(x.device.type, enabled=False):
             equation = self.equation(x)
-            solution = solve_equation(equation, self.solver if solver is None else solver)
+            solution = solve_equation(equation, self.solver if solver is None else solver, self.warm)
             box = enclose_near(equation, solution.value)
         return Enclosure(box.lower.reshape(x.shape), box.upper.reshape(x.shape), box.certified)
 
@@ -180,8 +185,10 @@ class PcDEQ(nn.Module):
             self.adjoint_solver,
             self.gradient,
             self.gradient_steps,
+            self.warm,
             self._record_forward,
             self._record_backward,
+            self._observe,
         )
 
     def _record_forward(self, solution: Solution) -> None:
@@ -191,6 +198,10 @@ class PcDEQ(nn.Module):
     def _record_backward(self, solution: Solution) -> None:
         self.last_backward = SolveStats.of(solution)
         report(solution, self.adjoint_solver, "backward")
+
+    def _observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
+        if self.training and self.warm is not None:
+            self.warm.observe(z, slope, linear)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name}, kind={self.activation.kind}, solver={self.solver}"

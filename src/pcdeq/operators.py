@@ -50,6 +50,13 @@ class LinearMap(ABC):
                 self.weight = held
         return result
 
+    def product_of_mean(self, mean: Tensor) -> Tensor | None:
+        """Wz for a z that is the same everywhere but for its unit, (1, units, ...); None where that makes no sense.
+
+        With a running mean of z* it is a guess of Wz*, from which a solve starts for free.
+        """
+        return None
+
     def terms(self, state: torch.Size) -> int:
         """At most so many roundings lie between a component of Wz and its terms (for error bounds, T9)."""
         return state.numel() + self.weight[0].numel()
@@ -72,6 +79,9 @@ class DenseMap(LinearMap):
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
         return y.T @ z
+
+    def product_of_mean(self, mean: Tensor) -> Tensor:
+        return self.apply(mean[None])
 
     def terms(self, state: torch.Size) -> int:
         return self.weight.shape[1]
@@ -109,6 +119,10 @@ class ConvMap(LinearMap):
             y, z, self.weight, None, ones, self._padding, ones, False, [0] * len(ones), 1, wanted
         )[1]
 
+    def product_of_mean(self, mean: Tensor) -> Tensor:
+        space = tuple(range(2, self.weight.ndim))
+        return (self.weight.sum(space) @ mean).reshape(1, -1, *[1] * len(space))
+
     def terms(self, state: torch.Size) -> int:
         return self.weight[0].numel()
 
@@ -118,30 +132,55 @@ def _memory_format(weight: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
-class _Nonnegative(torch.autograd.Function):
-    """max(v, 0), whose gradient also passes where it would bring a negative v back.
+def _passes(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Where the gradient of max(parameter, 0) passes.
 
-    At v >= 0 this is the gradient of a clamp, so with `project_` after each step the dynamics are
-    the paper's. At v < 0 a descent step that raises v is let through: no weight stays dead.
+    At parameter >= 0 it always does, as through a clamp, so that with `project_` after each step the
+    dynamics are the paper's. Below 0 a gradient whose descent step raises the parameter is let through,
+    so that no weight stays dead.
     """
+    return (parameter >= 0) | (grad < 0)
+
+
+class _Nonnegative(torch.autograd.Function):
+    """max(v, 0), whose gradient also passes where it would bring a negative v back."""
 
     @staticmethod
-    def forward(v: Tensor) -> Tensor:
+    def forward(ctx, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(v)
         return v.clamp(min=0.0)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         (v,) = ctx.saved_tensors
-        return grad * ((v >= 0) | (grad < 0))
+        return grad * _passes(v, grad)
 
 
-def nonnegative(v: Tensor) -> Tensor:
-    """max(v, 0), differentiable in a way that lets negative entries recover."""
-    return _Nonnegative.apply(v)  # pyright: ignore[reportReturnType]
+class _Normalised(torch.autograd.Function):
+    """g v / ‖v‖ by rows, for v and g clamped at 0.
+
+    A row of zeros has no direction. Its weight is 0; v learns as if its norm were 1, and g along the
+    diagonal, so that the row can come back even from g = 0.
+    """
+
+    @staticmethod
+    def forward(ctx, v: Tensor, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        direction, scale = v.clamp(min=0.0), g.clamp(min=0.0)
+        norm = _row_norm(direction)
+        empty = norm == 0
+        norm = norm + empty
+        ctx.save_for_backward(v, g, norm, empty)
+        return direction * (scale / norm)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        v, g, norm, empty = ctx.saved_tensors
+        direction, scale = v.clamp(min=0.0) / norm, g.clamp(min=0.0) / norm
+        rows = tuple(range(1, v.ndim))
+        along = (grad * direction).sum(rows, keepdim=True)
+        grad_v = scale * (grad - direction * along)
+        grad_g = along + empty * (grad.sum(rows, keepdim=True) * math.sqrt(v.shape[0] / v.numel()))
+        return grad_v * _passes(v, grad_v), grad_g * _passes(g, grad_g)
 
 
 class Operator(nn.Module, ABC):
@@ -153,6 +192,9 @@ class Operator(nn.Module, ABC):
         shape: the weight's shape.
         state_ndim: how many trailing dimensions one sample has (1 for a vector, 3 for an image).
         weight_norm: parametrise each output unit's weights as w = g v / ‖v‖, as the paper does.
+
+    ``units`` is the size of the first state dimension where it counts output units that all places share,
+    so that a mean over everything else makes sense; else None.
 
     A graph operator, z -> A z Wᵀ for a fixed adjacency A >= 0:
 
@@ -175,6 +217,8 @@ class Operator(nn.Module, ABC):
     >>> pcdeq.PcDEQ(Graph(ring, features=3), activation="tanh")(torch.randn(2, 5, 3)).shape
     torch.Size([2, 5, 3])
     """
+
+    units: int | None = None
 
     def __init__(self, shape: tuple[int, ...], *, state_ndim: int, weight_norm: bool = True) -> None:
         super().__init__()
@@ -199,15 +243,9 @@ class Operator(nn.Module, ABC):
 
     def effective_weight(self) -> Tensor:
         """The weight in use: >= 0, normalised, differentiable."""
-        if not self.weight_norm:
-            return nonnegative(self.weight)
-        v, g = nonnegative(self.weight_v), nonnegative(self.weight_g)
-        norm = _row_norm(v)
-        empty = norm == 0
-        # A row of zeros has no direction: its weight is 0, v learns as if its norm were 1, and g
-        # learns along the diagonal direction, so that the row can come back even from g = 0.
-        diagonal = math.sqrt(v.shape[0] / v.numel())
-        return g * (v / torch.where(empty, 1.0, norm)) + empty * diagonal * (g - g.detach())
+        if self.weight_norm:
+            return _Normalised.apply(self.weight_v, self.weight_g)  # pyright: ignore[reportReturnType]
+        return _Nonnegative.apply(self.weight)  # pyright: ignore[reportReturnType]
 
     @abstractmethod
     def bind(self, weight: Tensor) -> LinearMap:
@@ -226,7 +264,7 @@ class Dense(Operator):
 
     def __init__(self, features: int, *, weight_norm: bool = True) -> None:
         super().__init__((features, features), state_ndim=1, weight_norm=weight_norm)
-        self.features = features
+        self.features = self.units = features
 
     def bind(self, weight: Tensor) -> LinearMap:
         return DenseMap(weight)
@@ -247,7 +285,7 @@ class Conv(Operator):
             raise UsageError(f"kernel_size must be odd, so that the size is kept; got {kernel_size}")
         shape = (channels, channels, *[kernel_size] * dims)
         super().__init__(shape, state_ndim=dims + 1, weight_norm=weight_norm)
-        self.channels = channels
+        self.channels = self.units = channels
 
     def bind(self, weight: Tensor) -> LinearMap:
         return ConvMap(weight)

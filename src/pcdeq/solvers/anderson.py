@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
+from pcdeq.solvers import fused
 from pcdeq.solvers.solution import Problem, Solution, Solver, per_sample
 
 # (g(z), residual) of an earlier point.
@@ -60,6 +61,13 @@ class Anderson(Solver):
         return proposal
 
     def solve(self, problem: Problem) -> Solution:
+        fused_can = self.memory == 1 and self.stop == "sample" and type(self) is Anderson
+        if fused_can and fused.applies(problem):
+            return fused.anderson(self, self.decay, problem)
+        return self.solve_plain(problem)
+
+    def solve_plain(self, problem: Problem) -> Solution:
+        """The reference: the same in plain torch, on any device and dtype, differentiable."""
         z = problem.start
         value = problem.fn(z)
         residual = value - z

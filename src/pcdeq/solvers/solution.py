@@ -31,6 +31,19 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """A map taken apart, for solvers that fuse what follows the product: fn(z) = after(product(z) + offset).
+
+    ``after`` is the activation named by ``form`` or, where that is ``"linear"``, the multiplication by ``slope``.
+    """
+
+    product: Callable[[Tensor], Tensor]
+    offset: Tensor
+    form: str
+    slope: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Problem:
     """z = fn(z), for a batch of independent samples along dimension 0.
 
@@ -41,6 +54,7 @@ class Problem:
         box: bounds within which the solution is known to lie, numbers or one tensor entry per sample;
             proposals are clamped to it.
         jacobian: the matrices of fn's derivative, (samples, n, n), for Newton's method.
+        pieces: fn taken apart, where its form is known.
     """
 
     fn: Callable[[Tensor], Tensor]
@@ -48,6 +62,7 @@ class Problem:
     steps: int = 0
     box: tuple[float, float] | tuple[Tensor, Tensor] | None = None
     jacobian: Callable[[Tensor], Tensor] | None = None
+    pieces: Pieces | None = None
 
     def continued(self, start: Tensor, steps: int) -> Problem:
         """The same problem, to go on from where a solve stopped."""
@@ -104,7 +119,7 @@ class SolveStats:
         return cls(
             steps=int(solution.steps.max()) if samples else 0,
             samples=samples,
-            unconverged=samples - int(solution.converged.sum()),
+            unconverged=0 if solution.outcome is Outcome.CONVERGED else samples - int(solution.converged.sum()),
             residual=float(solution.residual.max()) if samples else 0.0,
             outcome=solution.outcome,
         )

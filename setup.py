@@ -1,0 +1,22 @@
+"""Builds the optional C kernel; everything else is in pyproject.toml.
+
+Without a compiler the build goes on without it, and pcdeq falls back to plain torch.
+"""
+
+import sys
+
+from setuptools import Extension, setup
+
+# OpenMP is compiled in but not linked: torch has its runtime loaded by the time the module is imported.
+openmp = ["-fopenmp"] if sys.platform == "linux" else []
+
+setup(
+    ext_modules=[
+        Extension(
+            "pcdeq._fused",
+            ["src/pcdeq/_fused.c"],
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", *openmp],
+            optional=True,
+        )
+    ]
+)

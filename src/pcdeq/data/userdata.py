@@ -1,0 +1,224 @@
+"""Readers of a user's own data: a folder with one folder of images per class, or an ``.npz`` file."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pcdeq.data.formats import Arrays
+from pcdeq.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+_GREY_MODES = frozenset(("1", "L", "LA"))
+_DEEP_MODES = frozenset(("I", "I;16", "I;16B", "I;16L", "F"))
+
+
+@dataclass(frozen=True, eq=False)
+class UserData:
+    """What was read: uint8 images ``(n, c, h, w)``, int64 labels, class names; perhaps no test split."""
+
+    train: Arrays
+    test: Arrays | None
+    classes: tuple[str, ...]
+
+
+def read_image_folder(root: Path) -> UserData:
+    """Read ``root/CLASS/*.png`` (jpg, ...), or ``root/train/CLASS/*`` with or without ``root/test/CLASS/*``.
+
+    The classes are the folder names in alphabetical order. All images must have one size. They are grey if
+    every one of them is, else RGB; transparency is dropped, rotation tags of cameras are applied.
+    """
+    splits = _subfolders(root)
+    if "train" not in splits:
+        classes = _class_names(root)
+        return UserData(_stack(_read_class_folders(root, classes)), None, classes)
+    if unknown := splits.keys() - {"train", "test"}:
+        raise DataError(f"{root / min(unknown)}: beside train/, only test/ is read; move it elsewhere")
+    classes = _class_names(splits["train"])
+    train = _read_class_folders(splits["train"], classes)
+    if "test" not in splits:
+        return UserData(_stack(train), None, classes)
+    if stray := sorted(_subfolders(splits["test"]).keys() - set(classes)):
+        raise DataError(f"{splits['test'] / stray[0]}: there is no class of this name in {splits['train']}")
+    test = _read_class_folders(splits["test"], classes, like=train)
+    colour = _has_colour(train) or _has_colour(test)
+    return UserData(_stack(train, colour), _stack(test, colour), classes)
+
+
+def read_npz(path: Path) -> UserData:
+    """Read ``x_train``, ``y_train`` and, if present, ``x_test``, ``y_test``; or ``images``, ``labels``.
+
+    Images are whole numbers 0 to 255 of shape ``(n, h, w)``, ``(n, c, h, w)`` or ``(n, h, w, c)``: the last
+    where only the last axis is 1 or 3 long. Labels are whole numbers from 0, without gaps. An array
+    ``classes`` of strings may name them.
+    """
+    arrays = _load_arrays(path)
+    pairs = [("x_train", "y_train"), ("images", "labels")]
+    pair = next((pair for pair in pairs if set(pair) <= arrays.keys()), None)
+    if pair is None:
+        raise DataError(
+            f"{path} has the arrays {sorted(arrays)}; it must have x_train and y_train (and x_test and "
+            "y_test), or images and labels"
+        )
+    train = _images(path, pair[0], arrays), _labels(path, pair[1], arrays)
+    classes = _npz_classes(path, train[1], arrays.get("classes"))
+    if pair[0] == "images" or not {"x_test", "y_test"} & arrays.keys():
+        return UserData(train, None, classes)
+    test = _images(path, "x_test", arrays), _labels(path, "y_test", arrays)
+    if test[0].shape[1:] != train[0].shape[1:]:
+        raise DataError(f"{path}: x_test has images of shape {test[0].shape[1:]}, x_train of {train[0].shape[1:]}")
+    if test[1].max() >= len(classes):
+        raise DataError(f"{path}: y_test has the label {test[1].max()}; y_train has only 0 to {len(classes) - 1}")
+    return UserData(train, test, classes)
+
+
+# -------------------------------------------------------------------------------- folders of images
+
+LabelledImages = list[tuple[np.ndarray, int]]  # each (h, w) if grey, else (h, w, 3)
+
+
+def _subfolders(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    names = tuple(sorted(_subfolders(folder)))
+    if len(names) < 2:
+        raise DataError(f"{folder} has {len(names)} folders; it must have one folder of images for each class")
+    return names
+
+
+def _read_class_folders(root: Path, classes: tuple[str, ...], like: LabelledImages | None = None) -> LabelledImages:
+    """Read the images of every class, each of the size of the first one (or of those in ``like``)."""
+    found: LabelledImages = []
+    size = like[0][0].shape[:2] if like else None
+    for label, name in enumerate(classes):
+        files = _image_files(root / name)
+        if not files and not like:  # a class may be absent from the test split
+            raise DataError(f"{root / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+        for file in files:
+            pixels = _read_image(file)
+            size = size or pixels.shape[:2]
+            if pixels.shape[:2] != size:
+                raise DataError(
+                    f"{file} is {pixels.shape[1]} x {pixels.shape[0]} pixels, the images before it "
+                    f"{size[1]} x {size[0]}; all must have one size: crop or resize them first"
+                )
+            found.append((pixels, label))
+    if not found:
+        raise DataError(f"{root} has no images in the folders of its classes")
+    return found
+
+
+def _image_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+    )
+
+
+def _read_image(path: Path) -> np.ndarray:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return _pixels(path, image)
+    except DataError:
+        raise
+    except Exception as error:  # Pillow has another type of error for each way in which a file can be broken
+        raise DataError(f"{path} cannot be read as an image ({type(error).__name__}: {error})") from error
+
+
+def _pixels(path: Path, image: Image) -> np.ndarray:
+    from PIL import ImageOps
+
+    if image.mode in _DEEP_MODES:  # Pillow would cut these off at 255
+        raise DataError(f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first")
+    upright = ImageOps.exif_transpose(image)
+    return np.asarray(upright.convert("L" if upright.mode in _GREY_MODES else "RGB"))
+
+
+def _has_colour(images: LabelledImages) -> bool:
+    return any(pixels.ndim == 3 for pixels, _ in images)
+
+
+def _stack(images: LabelledImages, colour: bool | None = None) -> Arrays:
+    """Put the images into one array, with one channel unless some image (or the caller) has colour."""
+    colour = _has_colour(images) if colour is None else colour
+    height, width = images[0][0].shape[:2]
+    stacked = np.empty((len(images), 3 if colour else 1, height, width), np.uint8)
+    for target, (pixels, _) in zip(stacked, images, strict=True):
+        target[...] = pixels if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return stacked, np.array([label for _, label in images], np.int64)
+
+
+# --------------------------------------------------------------------------------------------- .npz
+
+
+def _load_arrays(path: Path) -> Mapping[str, np.ndarray]:
+    try:
+        with path.open("rb") as stream:  # np.load would leave a broken file open
+            content = np.load(stream, allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                raise ValueError("it holds one array, without a name")
+            return {name: content[name] for name in content.files}
+    except (OSError, ValueError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as an .npz file of plain arrays ({error})") from error
+
+
+def _array(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    if name not in arrays:
+        raise DataError(f"{path} has the arrays {sorted(arrays)}; there is no {name}")
+    return arrays[name]
+
+
+def _images(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    images = _array(path, name, arrays)
+    if not np.issubdtype(images.dtype, np.integer):
+        raise DataError(f"{path}: {name} has type {images.dtype}; pixels must be whole numbers 0 to 255 (uint8)")
+    if images.ndim not in (3, 4) or images.size == 0:
+        raise DataError(f"{path}: {name} has shape {images.shape}; it must be (n, h, w), (n, c, h, w) or (n, h, w, c)")
+    if images.dtype != np.uint8 and (images.min() < 0 or images.max() > 255):
+        raise DataError(f"{path}: {name} has values from {images.min()} to {images.max()}; pixels are 0 to 255")
+    if images.ndim == 3:
+        images = images[:, None]
+    elif images.shape[3] in (1, 3) and images.shape[1] not in (1, 3):
+        images = images.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(images, np.uint8)
+
+
+def _labels(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    labels = _array(path, name, arrays)
+    count = len(arrays[name.replace("y_", "x_").replace("labels", "images")])
+    if not np.issubdtype(labels.dtype, np.integer) or labels.shape not in ((count,), (count, 1)):
+        raise DataError(
+            f"{path}: {name} is {labels.dtype} of shape {labels.shape}; it must be whole numbers of shape ({count},)"
+        )
+    if labels.min() < 0:
+        raise DataError(f"{path}: {name} has the label {labels.min()}; labels count from 0")
+    return labels.reshape(count).astype(np.int64)
+
+
+def _npz_classes(path: Path, labels: np.ndarray, names: np.ndarray | None) -> tuple[str, ...]:
+    present = np.unique(labels)
+    count = len(present)
+    if present[-1] != count - 1:
+        missing = int((present != np.arange(count)).argmax())
+        raise DataError(f"{path}: no training image has the label {missing}; labels must count from 0 without gaps")
+    if count < 2:
+        raise DataError(f"{path}: every training image has the label 0; there must be at least two classes")
+    if names is None:
+        return tuple(str(label) for label in range(count))
+    if names.shape != (count,):
+        raise DataError(f"{path}: classes has shape {names.shape}; the labels are 0 to {count - 1}")
+    return tuple(str(name) for name in names)

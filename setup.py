@@ -1,6 +1,6 @@
-"""Builds the optional C kernel; everything else is in pyproject.toml.
+"""Builds the optional C kernels; everything else is in pyproject.toml.
 
-Without a compiler the build goes on without it, and pcdeq falls back to plain torch.
+Without a compiler the build goes on without them, and pcdeq falls back to plain torch.
 """
 
 import sys
@@ -13,8 +13,9 @@ openmp = ["-fopenmp"] if sys.platform == "linux" else []
 setup(
     ext_modules=[
         Extension(
-            "pcdeq._fused",
-            ["src/pcdeq/_fused.c"],
+            "pcdeq._kernels",
+            [f"src/pcdeq/kernels/{name}.c" for name in ("anderson", "explicit", "module")],
+            depends=["src/pcdeq/kernels/kernels.h"],
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", *openmp],
             optional=True,
         )

@@ -25,7 +25,8 @@ class Peer(nn.Module):
         super().__init__()
         self.v, self.g = layer.operator.weight_v, layer.operator.weight_g
         self.inject, self.activate, self.tol = layer.inject, layer.activation.value, tol
-        self.products = 0
+        self.products = self.pulls = 0  # with W forward, with its adjoint backward
+        object.__setattr__(self, "source", layer)  # not a submodule: its parameters are counted once
 
     def weight(self) -> Tensor:
         """The normalised weight, made anew at each call."""
@@ -62,7 +63,7 @@ class Hook(Peer):
 
         def hook(grad: Tensor) -> Tensor:
             def pull(y: Tensor) -> Tensor:
-                self.products += 1
+                self.pulls += 1
                 return torch.autograd.grad(value, point, y, retain_graph=True)[0] + grad
 
             return self._iterate(pull, grad)

@@ -141,8 +141,13 @@ def solve_certified(solver: Solver, equation: Equation, guess: Tensor | None = N
         width = inner.norm(torch.where(per_sample(box.certified, box.lower), box.width, torch.inf))
         bound = width / (inner.norm(solution.value) + _tiny(width))
         converged = bound < solver.tol
-        used = int(solution.steps.max())
-        if bool(converged.all()) or used >= solver.max_steps or inner.tol <= finest:
+        used = int(solution.steps.max()) if len(solution.steps) else 0
+        if (
+            solution.outcome is Outcome.NONFINITE
+            or bool(converged.all())
+            or used >= solver.max_steps
+            or inner.tol <= finest
+        ):
             break
         missing = float((bound / solver.tol).clamp(2.0, 100.0).max())
         inner = inner.with_options(tol=max(inner.tol / missing, finest))

@@ -25,7 +25,11 @@ class Equation:
     x: Tensor
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.activation.value(self.map.apply(z) + self.x)
+        return self.activation.value(self.product(z) + self.x)
+
+    def product(self, z: Tensor) -> Tensor:
+        """Wz, in the shape and dtype of z whatever the operator returns."""
+        return like(z, self.map.apply(z))
 
     def at_zero(self) -> Tensor:
         """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""
@@ -37,21 +41,21 @@ class Equation:
         Either start is the result of a step whose product came for free, so it counts as one.
         """
         start = self.at_zero() if product is None else self.activation.value(product + self.x)
-        pieces = Pieces(self.map.apply, self.x, self.activation.name) if self.activation.builtin else None
+        pieces = Pieces(self.product, self.x, self.activation.name) if self.activation.builtin else None
         return Problem(self, start, steps=1, box=self.box(), jacobian=self.jacobian, pieces=pieces)
 
     def slope(self, z: Tensor) -> Tensor:
         """s'(Wz + x), where z is a value of the map."""
         if self.activation.slope_of_value is not None:
             return self.activation.slope_of_value(z)
-        return self.activation.derivative(self.map.apply(z) + self.x)
+        return self.activation.derivative(self.product(z) + self.x)
 
     def jacobian(self, z: Tensor) -> Tensor:
         """The matrices diag(s'(Wz + x)) W, (samples, n, n)."""
         n = z[0].numel()
         if n > LARGEST_MATRIX:
             raise UsageError(f"Newton would need matrices of {n} rows, one per sample; use Anderson or Picard")
-        slope = self.activation.derivative(self.map.apply(z) + self.x)
+        slope = self.activation.derivative(self.product(z) + self.x)
         return slope.reshape(-1, n, 1) * self.map.matrix(z.shape[1:])
 
     def box(self) -> tuple[Tensor, Tensor] | tuple[float, float]:
@@ -73,3 +77,10 @@ class Equation:
                     break
                 bound = torch.where(outside, 2 * bound, bound)
         return torch.zeros_like(bound), bound
+
+
+def like(z: Tensor, product: Tensor) -> Tensor:
+    """The result of an operator on z, checked: an operator of a user's may broadcast or promote."""
+    if product.shape != z.shape:
+        raise UsageError(f"the operator maps shape {tuple(z.shape)} to {tuple(product.shape)}; it must keep the shape")
+    return product.to(z.dtype)

@@ -9,6 +9,7 @@ below 1 (T5). Forward keeps z and the weight, nothing that grows with the number
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pcdeq.activations import Activation
 from pcdeq.enclosure import solve_certified
-from pcdeq.equation import Equation
+from pcdeq.equation import Equation, like
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.operators import LinearMap
 from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, report
@@ -29,14 +30,21 @@ GRADIENTS = get_args(Gradient)
 Record = Callable[[Solution], None]
 
 
+def no_autocast(device: str) -> AbstractContextManager[object]:
+    """Solve in full precision, whatever autocast the caller is in."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def solve_equation(equation: Equation, solver: Solver, warm: WarmStart | None = None) -> Solution:
     """Solve without recording a graph, by the rule that the solver names."""
     with torch.no_grad():
+        if not len(equation.x):
+            return Solution.empty(equation.x)
         if solver.stop == "batch":
             # The paper starts at 0 and returns one further application of g, which it does not count as a step.
             solution = solver.solve(equation.problem())
             return solution.with_value(equation(solution.value))
-        guess = None if warm is None else warm.product(equation)
+        guess = None if warm is None else warm.guess(equation)
         if solver.stop == "certified":
             return solve_certified(solver, equation, guess)
         return solver.solve(equation.problem(guess))
@@ -100,7 +108,7 @@ class _Equilibrium(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         z, weight, slope = ctx.saved_tensors
         rule: Rule = ctx.rule
-        with torch.no_grad():
+        with torch.no_grad(), no_autocast(grad.device.type):
             slope = rule.activation.slope_of_value(z) if slope is None else slope  # pyright: ignore[reportOptionalCall]
             linear = rule.bind(weight)
             solution = solve_adjoint(linear, slope, grad, rule.adjoint_solver, rule.warm)
@@ -110,7 +118,7 @@ class _Equilibrium(torch.autograd.Function):
             grad_x = solution.value
             grad_weight = linear.weight_gradient(z, grad_x) if ctx.needs_input_grad[1] else None
         if torch.is_grad_enabled():
-            grad_x, grad_weight = (_NoSecondDerivative.apply(g, grad, z) for g in (grad_x, grad_weight))
+            grad_x, grad_weight = (_NoSecondDerivative.apply(g, z) for g in (grad_x, grad_weight))
         return grad_x, grad_weight, None
 
 
@@ -122,12 +130,18 @@ def solve_adjoint(
     In u the equation has the form of the forward one, and u itself is the gradient wanted. Under the
     paper's rule the residual is that of y, started at grad.
     """
+
+    def pull(y: Tensor) -> Tensor:
+        return like(y, linear.adjoint(y))
+
+    if not len(grad):
+        return Solution.empty(grad)
     if solver.stop == "batch":
-        solution = solver.solve(Problem(lambda y: linear.adjoint(slope * y) + grad, start=grad))
+        solution = solver.solve(Problem(lambda y: pull(slope * y) + grad, start=grad))
         return solution.with_value(slope * solution.value)
     start = slope * (grad if warm is None else warm.adjoint(grad))
-    pieces = Pieces(linear.adjoint, grad, "linear", slope)
-    return solver.solve(Problem(lambda u: slope * (linear.adjoint(u) + grad), start, pieces=pieces))
+    pieces = Pieces(pull, grad, "linear", slope)
+    return solver.solve(Problem(lambda u: slope * (pull(u) + grad), start, pieces=pieces))
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -169,7 +183,9 @@ def fixed_point(
     adjoint_solver = solver if adjoint_solver is None else adjoint_solver
     if "certified" in (solver.stop, adjoint_solver.stop):
         raise UsageError('stop="certified" needs the structure of a pcDEQ layer; use "sample" or "batch"')
-    lift = (1, *z0.shape) if z0.ndim < 2 else tuple(z0.shape)
+    lift = (1, z0.numel()) if z0.ndim < 2 else tuple(z0.shape)
+    if not z0.numel():
+        return z0.detach()
     kind = z0.device.type
     autocast = {
         "device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)
@@ -184,7 +200,7 @@ def fixed_point(
     with torch.no_grad():
         solution = solver.solve(Problem(evaluate, start=z0.detach().reshape(lift)))
     report(solution, solver, "forward")
-    value = evaluate(solution.value)
+    value = evaluate(solution.value.detach())
     if not value.requires_grad:
         return solution.value.reshape(z0.shape)
 
@@ -211,10 +227,11 @@ class _ReplaceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.transform = transform
+        ctx.save_for_backward(value)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.no_grad():
             result = ctx.transform(grad)
-        return (_NoSecondDerivative.apply(result, grad) if torch.is_grad_enabled() else result), None
+        return (_NoSecondDerivative.apply(result, *ctx.saved_tensors) if torch.is_grad_enabled() else result), None

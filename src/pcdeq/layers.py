@@ -12,16 +12,16 @@ from pcdeq.activations import Activation, as_activation
 from pcdeq.enclosure import Enclosure, enclose_near
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.implicit import GRADIENTS, Gradient, Rule, equilibrium, solve_equation
+from pcdeq.implicit import GRADIENTS, Gradient, Rule, equilibrium, no_autocast, solve_equation
 from pcdeq.operators import Conv, Dense, LinearMap, Operator
 from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
 from pcdeq.warmstart import WarmStart
 
 Injection = Callable[[Tensor], Tensor]
 
-# Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); the
-# smallest float32 that is not subnormal, far below the last digit of any softplus that matters.
-TINY_FLOOR = torch.finfo(torch.float32).tiny
+# Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); far below
+# the last digit of any softplus that matters, yet not so small that growing out of it takes many steps.
+TINY_FLOOR = 1e-16
 
 
 def softplus5(x: Tensor) -> Tensor:
@@ -80,6 +80,9 @@ class PcDEQ(nn.Module):
             raise UsageError(f"unknown gradient {gradient!r}; known: {', '.join(GRADIENTS)}")
         if gradient_steps < 1:
             raise UsageError(f"gradient_steps must be at least 1, got {gradient_steps}")
+        for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+            if not isinstance(given, Solver | None):
+                raise UsageError(f"{name} must be Picard(...), Anderson(...) or Newton(...), got {given!r}")
         self.operator = operator
         self.activation = as_activation(activation)
         self.injection = injection
@@ -90,7 +93,7 @@ class PcDEQ(nn.Module):
         self.gradient_steps = gradient_steps
         self.last_forward = None
         self.last_backward = None
-        self.warm = WarmStart.of(operator) if warm_start else None
+        self.warm = WarmStart() if warm_start else None
 
     def _checked_floor(self, floor: float | None) -> float:
         if floor is None:
@@ -106,6 +109,7 @@ class PcDEQ(nn.Module):
 
     def inject(self, x: Tensor) -> Tensor:
         """The input of the equation: in [floor, inf), in at least float32."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.injection is None:
             injected = softplus5(x) if self.activation.kind == 1 else F.relu(x)
             return injected + self.floor if self.floor else injected
@@ -125,10 +129,9 @@ class PcDEQ(nn.Module):
         return self._equilibrium(x)
 
     def _equilibrium(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return equilibrium(*self._operands(x), self._rule()).reshape(x.shape)
-        return equilibrium(*self._operands(x), self._rule()).reshape(x.shape).to(x.dtype)
+        with no_autocast(x.device.type):
+            z = equilibrium(*self._operands(x), self._rule()).reshape(x.shape)
+        return z if torch.is_autocast_enabled(x.device.type) else z.to(x.dtype)
 
     @torch.no_grad()
     def solve(self, x: Tensor, *, solver: Solver | None = None) -> Solution:
@@ -141,7 +144,7 @@ class PcDEQ(nn.Module):
         (torch.Size([3, 2, 8, 8]), [True, True, True])
         """
         solver = self.solver if solver is None else solver
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device.type):
             solution = solve_equation(self.equation(x), solver, self.warm)
         report(solution, solver, "forward")
         return solution.with_value(solution.value.reshape(x.shape))
@@ -152,7 +155,7 @@ class PcDEQ(nn.Module):
 
         The claim is about the layer whose weight and injected input are the numbers in memory.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device.type):
             equation = self.equation(x)
             solution = solve_equation(equation, self.solver if solver is None else solver, self.warm)
             box = enclose_near(equation, solution.value)

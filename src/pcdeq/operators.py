@@ -34,7 +34,7 @@ class LinearMap(ABC):
 
     def adjoint(self, y: Tensor) -> Tensor:
         """Wᵀy; by autograd unless a subclass knows better."""
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             z = torch.zeros_like(y, requires_grad=True)
             (result,) = torch.autograd.grad(self.apply(z), z, y)
         return result
@@ -49,13 +49,6 @@ class LinearMap(ABC):
             finally:
                 self.weight = held
         return result
-
-    def product_of_mean(self, mean: Tensor) -> Tensor | None:
-        """Wz for a z that is the same everywhere but for its unit, (1, units, ...); None where that makes no sense.
-
-        With a running mean of z* it is a guess of Wz*, from which a solve starts for free.
-        """
-        return None
 
     def terms(self, state: torch.Size) -> int:
         """At most so many roundings lie between a component of Wz and its terms (for error bounds, T9)."""
@@ -79,9 +72,6 @@ class DenseMap(LinearMap):
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
         return y.T @ z
-
-    def product_of_mean(self, mean: Tensor) -> Tensor:
-        return self.apply(mean[None])
 
     def terms(self, state: torch.Size) -> int:
         return self.weight.shape[1]
@@ -118,10 +108,6 @@ class ConvMap(LinearMap):
         return torch.ops.aten.convolution_backward(
             y, z, self.weight, None, ones, self._padding, ones, False, [0] * len(ones), 1, wanted
         )[1]
-
-    def product_of_mean(self, mean: Tensor) -> Tensor:
-        space = tuple(range(2, self.weight.ndim))
-        return (self.weight.sum(space) @ mean).reshape(1, -1, *[1] * len(space))
 
     def terms(self, state: torch.Size) -> int:
         return self.weight[0].numel()
@@ -166,16 +152,18 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def forward(ctx, v: Tensor, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         direction, scale = v.clamp(min=0.0), g.clamp(min=0.0)
+        ctx.save_for_backward(v, g)
         norm = _row_norm(direction)
-        empty = norm == 0
-        norm = norm + empty
-        ctx.save_for_backward(v, g, norm, empty)
-        return direction * (scale / norm)
+        return direction * (scale / (norm + (norm == 0)))
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        v, g, norm, empty = ctx.saved_tensors
-        direction, scale = v.clamp(min=0.0) / norm, g.clamp(min=0.0) / norm
+        v, g = ctx.saved_tensors
+        direction = v.clamp(min=0.0)
+        norm = _row_norm(direction)
+        empty = norm == 0
+        norm = norm + empty
+        direction, scale = direction / norm, g.clamp(min=0.0) / norm
         rows = tuple(range(1, v.ndim))
         along = (grad * direction).sum(rows, keepdim=True)
         grad_v = scale * (grad - direction * along)
@@ -192,9 +180,6 @@ class Operator(nn.Module, ABC):
         shape: the weight's shape.
         state_ndim: how many trailing dimensions one sample has (1 for a vector, 3 for an image).
         weight_norm: parametrise each output unit's weights as w = g v / ‖v‖, as the paper does.
-
-    ``units`` is the size of the first state dimension where it counts output units that all places share,
-    so that a mean over everything else makes sense; else None.
 
     A graph operator, z -> A z Wᵀ for a fixed adjacency A >= 0:
 
@@ -217,8 +202,6 @@ class Operator(nn.Module, ABC):
     >>> pcdeq.PcDEQ(Graph(ring, features=3), activation="tanh")(torch.randn(2, 5, 3)).shape
     torch.Size([2, 5, 3])
     """
-
-    units: int | None = None
 
     def __init__(self, shape: tuple[int, ...], *, state_ndim: int, weight_norm: bool = True) -> None:
         super().__init__()
@@ -264,7 +247,7 @@ class Dense(Operator):
 
     def __init__(self, features: int, *, weight_norm: bool = True) -> None:
         super().__init__((features, features), state_ndim=1, weight_norm=weight_norm)
-        self.features = self.units = features
+        self.features = features
 
     def bind(self, weight: Tensor) -> LinearMap:
         return DenseMap(weight)
@@ -285,7 +268,7 @@ class Conv(Operator):
             raise UsageError(f"kernel_size must be odd, so that the size is kept; got {kernel_size}")
         shape = (channels, channels, *[kernel_size] * dims)
         super().__init__(shape, state_ndim=dims + 1, weight_norm=weight_norm)
-        self.channels = self.units = channels
+        self.channels = channels
 
     def bind(self, weight: Tensor) -> LinearMap:
         return ConvMap(weight)
@@ -299,7 +282,10 @@ class Conv(Operator):
 
 
 def _row_norm(v: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(v, dim=tuple(range(1, v.ndim)), keepdim=True)
+    """‖v‖ by rows, for v >= 0; scaled, because the square of a small float32 is 0."""
+    rows = tuple(range(1, v.ndim))
+    peak = v.detach().amax(rows, keepdim=True)
+    return peak * torch.linalg.vector_norm(v / (peak + (peak == 0)), dim=rows, keepdim=True)
 
 
 @torch.no_grad()

@@ -1,21 +1,23 @@
 """Where a solve starts: a guess of the equilibrium learned from earlier ones, at almost no cost.
 
-The equilibrium is the same from every start, so a guess can only save steps. Kept like the statistics
-of batch norm: updated in training, buffers of the state dict, frozen in evaluation.
+The equilibrium is the same from every start, so a guess can only save steps. It is kept like the
+statistics of batch norm: updated in training, buffers of the state dict, frozen in evaluation.
 
-The mean of z* alone saves about half of the steps: a solve starts at s(x + Wz̄). For a dense layer
-there is more to have. Linearised at the mean, with D̄ the mean slope, z* - z̄ = (I - D̄W)⁻¹ (g(z̄) - z̄),
-so that Wz* = Wz̄ + B (g(z̄) - z̄) with B = W (I - D̄W)⁻¹; one more product then gives a start from which a
+A running mean of Wz* saves about half of the steps: a solve starts at s(x + mean). For a dense layer
+there is more to have. Linearised at the mean z̄, with D̄ the mean slope, z* - z̄ = (I - D̄W)⁻¹ (g(z̄) - z̄), so
+that Wz* = Wz̄ + B (g(z̄) - z̄) with B = W (I - D̄W)⁻¹; one more product then gives a start from which a
 ReLU6 layer, which is nearly linear, is done. As (I - D̄W)⁻¹ = I + D̄B, the same matrix starts the adjoint.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from pcdeq.equation import Equation
-from pcdeq.operators import LinearMap, Operator
+from pcdeq.operators import DenseMap, LinearMap
 
 # How much of the running means one batch replaces: batch norm's default.
 MOMENTUM = 0.1
@@ -25,52 +27,77 @@ LARGEST_RESPONSE = 1024
 
 
 class WarmStart(nn.Module):
-    """Running means of z* and its slope by unit and, for a dense layer, the linear response B."""
+    """Running means over samples of Wz* and, for a dense layer, of z*, its slope, and the response B.
 
+    The buffers are empty until the first batch shows their shape; inputs of another shape start cold.
+    """
+
+    product: Tensor
     mean: Tensor
     slope: Tensor
+    response: Tensor
     observed: Tensor
-    response: Tensor | None
 
-    def __init__(self, units: int, dense: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(units))
-        self.register_buffer("slope", torch.zeros(units))
+        for name in ("product", "mean", "slope", "response"):
+            self.register_buffer(name, torch.empty(0))
         self.register_buffer("observed", torch.zeros((), dtype=torch.int64))
-        has_response = dense and units <= LARGEST_RESPONSE
-        self.register_buffer("response", torch.zeros(units, units) if has_response else None)
 
-    @classmethod
-    def of(cls, operator: Operator) -> WarmStart | None:
-        """A warm start for this operator, if its units can be averaged at all."""
-        return None if operator.units is None else cls(operator.units, dense=operator.state_ndim == 1)
-
-    def product(self, equation: Equation) -> Tensor | None:
-        """A guess of Wz*, broadcastable to x and >= 0."""
+    def guess(self, equation: Equation) -> Tensor | None:
+        """A guess of Wz*, broadcastable to x and >= 0; None before anything was learned."""
         dtype = equation.x.dtype
-        mean = self.mean.to(dtype)
-        product = equation.map.product_of_mean(mean)
-        if product is None or self.response is None:
+        if self.product.shape != equation.x.shape[1:]:
+            return None
+        product = self.product.to(dtype)
+        if not self.response.numel():
             return product
-        residual = equation.activation.value(equation.x + product) - mean
+        residual = equation.activation.value(equation.x + product) - self.mean.to(dtype)
         return torch.addmm(product, residual, self.response.to(dtype).T).clamp_(min=0.0)
 
     def adjoint(self, grad: Tensor) -> Tensor:
         """A guess of the solution of y = Jᵀy + grad."""
-        if self.response is None:
+        if not self.response.numel() or grad.shape[1:] != self.mean.shape:
             return grad
         return torch.addmm(grad, grad * self.slope.to(grad.dtype), self.response.to(grad.dtype))
 
     def observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
         """Learn from a batch of equilibria and their slopes."""
-        dims = tuple(dim for dim in range(z.ndim) if dim != 1)
-        self.mean.lerp_(z.mean(dims).to(self.mean.dtype), MOMENTUM)
-        self.slope.lerp_(slope.mean(dims).to(self.slope.dtype), MOMENTUM)
-        if self.response is not None and int(self.observed) % RENEW_EVERY == 0:
-            weight = linear.weight
-            identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-            system = identity - self.slope.to(weight.dtype)[:, None] * weight
-            response, _ = torch.linalg.solve_ex(system, weight, left=False)
-            if bool(response.isfinite().all()):
-                self.response.copy_(response)
+        if not len(z):
+            return
+        mean = z.mean(0)
+        _blend(self.product, linear.apply(mean[None])[0])
+        if isinstance(linear, DenseMap) and len(mean) <= LARGEST_RESPONSE:
+            _blend(self.mean, mean)
+            _blend(self.slope, slope.mean(0))
+            if int(self.observed) % RENEW_EVERY == 0:
+                self._renew(linear.weight)
         self.observed += 1
+
+    def _renew(self, weight: Tensor) -> None:
+        identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+        system = identity - self.slope.to(weight.dtype)[:, None] * weight
+        response, _ = torch.linalg.solve_ex(system, weight, left=False)
+        if bool(response.isfinite().all()):
+            _resize(self.response, response.shape).copy_(response)
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        for name, buffer in self.named_buffers():
+            if prefix + name in state_dict:
+                _resize(buffer, state_dict[prefix + name].shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _blend(running: Tensor, value: Tensor) -> None:
+    """Move the running mean towards a new value; the first value of its shape is taken over."""
+    weight = MOMENTUM if running.shape == value.shape else 1.0
+    blended = _resize(running, value.shape).lerp(value.to(running.dtype), weight)
+    # One bad batch must not spoil every solve that follows.
+    running.copy_(torch.where(blended.isfinite(), blended, running))
+
+
+def _resize(buffer: Tensor, shape: torch.Size) -> Tensor:
+    # In place: DistributedDataParallel broadcasts the buffers that it has seen when it was made.
+    return buffer if buffer.shape == shape else buffer.resize_(shape).zero_()

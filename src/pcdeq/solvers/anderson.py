@@ -2,10 +2,11 @@
 
 Anderson (1965), type II, with each sample's coefficients from its own least squares problem. Its
 proposals are safeguarded: a proposal is clamped to a box that holds the solution, evaluated (which
-the next step needs anyway), and kept only while its residual is below q^j times the first one, j
-counting the proposals kept so far; otherwise the sample takes the plain step z <- g(z) from where
-it was. Plain steps alone converge from every start in the box, kept proposals have residuals that
-go to 0, and the fixed point is unique: so the whole converges, whatever is proposed.
+the next step needs anyway), and kept only if its residual is not above that of the point it replaces,
+and not above q^j R, where j counts the proposals kept so far and R is the largest residual met at a
+plain step; otherwise the sample takes the plain step z <- g(z) from where it was. Plain steps alone
+converge from every start in the box, kept proposals have residuals that go to 0 (R is bounded, as the
+box is), and the fixed point is unique: so the whole converges, whatever is proposed.
 """
 
 from __future__ import annotations
@@ -68,18 +69,20 @@ class Anderson(Solver):
 
     def solve_plain(self, problem: Problem) -> Solution:
         """The reference: the same in plain torch, on any device and dtype, differentiable."""
+        if problem.steps >= self.max_steps:
+            return self.give_up(problem)
         z = problem.start
         value = problem.fn(z)
         residual = value - z
-        first = self.norm(residual)
+        norm = largest = self.norm(residual)
         relative = self.relative_residual(residual, value)
         steps = torch.full(z.shape[:1], problem.steps + 1, device=z.device)
         active = relative >= self.tol
         plain = torch.ones_like(active)  # samples whose next step is the plain one
         kept = torch.zeros_like(steps)
         history: deque[Point] = deque(maxlen=self.memory)
-        for _ in range(problem.steps + 1, self.max_steps):
-            if not bool(active.any()):
+        for step in range(problem.steps + 1, self.max_steps):
+            if self.may_check(step, z) and not bool(active.any()):
                 break
             candidate = value
             if history:
@@ -87,16 +90,19 @@ class Anderson(Solver):
                 if problem.box is not None:
                     proposal = proposal.clamp(*problem.box)  # pyright: ignore[reportCallIssue, reportArgumentType]
                 candidate = torch.where(per_sample(plain, value), value, proposal)
+                plain = plain | (candidate == value).flatten(1).all(1)
             new_value = problem.fn(candidate)
             new_residual = new_value - candidate
+            new_norm = self.norm(new_residual)
             new_relative = self.relative_residual(new_residual, new_value)
-            small = self.norm(new_residual) <= first * self.decay ** (kept + 1)
+            small = new_norm <= torch.minimum(norm, largest * self.decay ** (kept + 1))
             accept = plain | small | (new_relative < self.tol)
             move = active & accept
             history.append((value, residual))
             moved = per_sample(move, value)
             value, residual = torch.where(moved, new_value, value), torch.where(moved, new_residual, residual)
-            relative = torch.where(move, new_relative, relative)
+            norm, relative = torch.where(move, new_norm, norm), torch.where(move, new_relative, relative)
+            largest = torch.where(move & plain, torch.maximum(largest, new_norm), largest)
             steps += active
             kept += move & ~plain
             plain = ~accept

@@ -7,13 +7,10 @@ candidate are one. Only the products Wz remain with torch.
 
 from __future__ import annotations
 
-import importlib
-import os
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from pcdeq.kernels import KERNELS
 from pcdeq.solvers.solution import Problem, Solution, Solver
 
 # Activations that the kernel knows, in the order of its enum; the adjoint equation is linear.
@@ -24,28 +21,15 @@ CODES = {
     )
 }
 
-# The kernel's struct sample_state: two floats, then four integers; all zero before the first step.
-FIELDS, RELATIVE, STEPS = 6, 1, 2
-
-
-def _load() -> Any | None:
-    """The compiled module, or None where it was not built or `PCDEQ_FUSED=0` asks for plain torch."""
-    if os.environ.get("PCDEQ_FUSED") == "0":
-        return None
-    try:
-        return importlib.import_module("pcdeq._fused")
-    except ImportError:
-        return None
-
-
-KERNEL = _load()
+# The kernel's struct sample_state: four floats, then four integers; all zero before the first step.
+FIELDS, RELATIVE, STEPS = 8, 3, 4
 
 
 def applies(problem: Problem) -> bool:
     """Whether the kernel can solve this problem."""
     pieces, start = problem.pieces, problem.start
     return (
-        KERNEL is not None
+        KERNELS is not None
         and pieces is not None
         and pieces.form in CODES
         and start.dtype == torch.float32
@@ -58,8 +42,10 @@ def applies(problem: Problem) -> bool:
 
 def anderson(solver: Solver, decay: float, problem: Problem) -> Solution:
     """Solve by the kernel; `applies` must hold."""
+    if problem.steps >= solver.max_steps:
+        return solver.give_up(problem)
     pieces = problem.pieces
-    assert pieces is not None and KERNEL is not None
+    assert pieces is not None and KERNELS is not None
     layout = dense_layout(problem.start)
     point = problem.start.clone(memory_format=layout)
     offset = pieces.offset.contiguous(memory_format=layout)
@@ -84,7 +70,7 @@ def anderson(solver: Solver, decay: float, problem: Problem) -> Solution:
     sizes = (CODES[pieces.form], samples, point.numel() // samples)
     for _ in range(problem.steps, solver.max_steps):
         value = pieces.product(point).contiguous(memory_format=layout)
-        if not KERNEL.step(*sizes, value.data_ptr(), *fixed):
+        if not KERNELS.anderson_step(*sizes, value.data_ptr(), *fixed):
             break
     return solver.finish(best, state[:, STEPS].long() + problem.steps, state.view(torch.float32)[:, RELATIVE])
 

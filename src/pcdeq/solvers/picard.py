@@ -32,12 +32,15 @@ class Picard(Solver):
             residual = self.relative_residual(z, z)
         active = residual >= self.tol
         steps = torch.full(z.shape[:1], problem.steps, device=z.device)
-        for _ in range(problem.steps, self.max_steps):
-            if not bool(active.any()):
+        if problem.steps >= self.max_steps:
+            return self.give_up(problem)
+        for step in range(problem.steps, self.max_steps):
+            if self.may_check(step, z) and not bool(active.any()):
                 break
             new = problem.fn(z)
             residual = torch.where(active, self.relative_residual(new - z, new), residual)
-            z = torch.where(per_sample(active, z), new, z)
+            # Under the batch rule all samples stop at once, so nothing needs to be held back.
+            z = new if self.stop == "batch" else torch.where(per_sample(active, z), new, z)
             steps += active
             active = active & (residual >= self.tol)  # a NaN stops its sample
         return self.finish(z, steps, residual)

@@ -18,6 +18,8 @@ StopRule = Literal["sample", "batch", "certified"]
 # The paper's guard against division by 0 in the relative residual. It also accepts anything whose norm
 # is below 1e-9, be it growing fiftyfold a step; so only the paper's own rule uses it.
 PAPER_GUARD = 1e-5
+# Steps between two looks at the residuals where looking makes the host wait for an accelerator.
+CHECK_EVERY = 4
 
 
 class Outcome(enum.Enum):
@@ -94,6 +96,12 @@ class Solution:
     converged: Tensor
     outcome: Outcome
 
+    @classmethod
+    def empty(cls, value: Tensor) -> Solution:
+        """The solution for a batch without samples."""
+        none = value.new_zeros(0)
+        return cls(value.detach(), none.long(), none, none.bool(), Outcome.CONVERGED)
+
     def with_value(self, value: Tensor) -> Solution:
         """The same record for another value."""
         return replace(self, value=value)
@@ -161,16 +169,39 @@ class Solver:
 
     def relative_residual(self, step: Tensor, value: Tensor) -> Tensor:
         """‖step‖ / ‖value‖, one per sample; under the batch rule the same number for all."""
-        if self.stop == "batch":
-            return (self.norm(step) / (self.norm(value) + PAPER_GUARD)).expand(step.shape[0])
-        return self.norm(step) / (self.norm(value) + torch.finfo(value.dtype).tiny)
+        norm = self.norm(value)
+        guard = PAPER_GUARD if self.stop == "batch" else torch.finfo(norm.dtype).tiny
+        relative = self.norm(step) / (norm + guard)
+        relative = torch.where(norm < torch.inf, relative, torch.nan)  # x / inf is no small residual
+        return relative.to(step.dtype).expand(step.shape[0])
 
     def norm(self, z: Tensor) -> Tensor:
-        """Euclidean norm of each sample, (samples,); of the whole batch, (), under the batch rule."""
-        return torch.linalg.vector_norm(z, dim=None if self.stop == "batch" else tuple(range(1, z.ndim)))
+        """Euclidean norm of each sample, (samples,); of the whole batch, (), under the batch rule.
+
+        In float64 where there is one: the square of a float32 may underflow, and 0 would look converged.
+        """
+        dims = None if self.stop == "batch" else tuple(range(1, z.ndim))
+        dtype = None if z.device.type == "mps" else torch.float64
+        return torch.linalg.vector_norm(z, dim=dims, dtype=dtype)
+
+    def may_check(self, step: int, z: Tensor) -> bool:
+        """Whether to ask now if all samples are done, for which the host must wait for the device.
+
+        On an accelerator only every few steps: samples that are done are held, so that steps too many change
+        nothing. Under the batch rule they would.
+        """
+        return z.device.type == "cpu" or self.stop == "batch" or step % CHECK_EVERY == 0
+
+    def give_up(self, problem: Problem) -> Solution:
+        """What remains to be said when no step is left to take."""
+        samples = problem.start.shape[:1]
+        unknown = torch.full(samples, torch.inf, dtype=problem.start.dtype, device=problem.start.device)
+        steps = torch.full(samples, problem.steps, device=problem.start.device)
+        return Solution(problem.start, steps, unknown, unknown < 0, Outcome.MAX_STEPS)
 
     def finish(self, value: Tensor, steps: Tensor, residual: Tensor) -> Solution:
         """Name the outcome and pack the solution."""
+        residual = residual.detach()
         converged = residual < self.tol
         return Solution(value, steps, residual, converged, self._outcome(value, residual, converged))
 

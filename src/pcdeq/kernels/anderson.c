@@ -4,31 +4,23 @@
  * reference, and tests hold the two equal. Between two steps the caller computes the product Wz;
  * everything else happens here: activation, residual, dot products, the decision of T6, and the
  * next candidate. Each sample is one contiguous block of n numbers, in any order that all arrays share.
- *
- * Nothing of torch is linked, so building needs only a C compiler. The OpenMP runtime is the one that
- * torch has loaded (the symbols are left undefined), so that both share one pool of threads.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "kernels.h"
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
-
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define VERSIONS __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define VERSIONS
-#endif
-#define INLINE static inline __attribute__((always_inline))
 
 /* The order is that of CODES in solvers/fused.py. */
 enum activation { TANH, SOFTSIGN, RELU6, SIGMOID, ONE_MINUS_EXP, HARD_TANH, HARD_SIGMOID, LINEAR };
 
-/* exp(y) - 1 for y in [0, 40]: y = k ln 2 + f, and a polynomial for exp(f) - 1, relative error below 2e-7. */
-INLINE float expm1_nonnegative(float y)
+/* Beyond this the activations are 1 in float32. Volatile, or else gcc makes a branch of the comparison with a
+ * constant and vectorises nothing. */
+static const volatile float SATURATED = 40.0f;
+
+/* exp(y) - 1 for y >= 0: y = k ln 2 + f, and a polynomial for exp(f) - 1, relative error below 2e-7. */
+INLINE float expm1_nonnegative(float y, float saturated)
 {
-    y = y > 40.0f ? 40.0f : y; /* keeps a NaN */
+    y = y > saturated ? saturated : y; /* keeps a NaN */
     int k = (int)(y * 1.44269504f + 0.5f);
     float kf = (float)k;
     float f = (y - kf * 0.693359375f) + kf * 2.12194440e-4f;
@@ -43,32 +35,36 @@ INLINE float expm1_nonnegative(float y)
     return power.value * small + (power.value - 1.0f);
 }
 
-INLINE float activate(enum activation which, float y)
+INLINE float activate(enum activation which, float y, float saturated)
 {
     float t;
     switch (which) {
-    case TANH: t = expm1_nonnegative(2.0f * y); return t / (t + 2.0f);
+    case TANH: t = expm1_nonnegative(2.0f * y, saturated); return t / (t + 2.0f);
     case SOFTSIGN: return y / (1.0f + y);
     case RELU6: return y > 6.0f ? 6.0f : y;
-    case SIGMOID: t = expm1_nonnegative(y); return (t + 1.0f) / (t + 2.0f);
-    case ONE_MINUS_EXP: t = expm1_nonnegative(y); return t / (t + 1.0f);
+    case SIGMOID: t = expm1_nonnegative(y, saturated); return (t + 1.0f) / (t + 2.0f);
+    case ONE_MINUS_EXP: t = expm1_nonnegative(y, saturated); return t / (t + 1.0f);
     case HARD_TANH: return y > 1.0f ? 1.0f : y;
     case HARD_SIGMOID: t = y / 6.0f + 0.5f; return t > 1.0f ? 1.0f : t;
     default: return y;
     }
 }
 
-typedef struct { float squared_residual, squared_value, along, change; } sums;
+typedef struct { double squared_residual, squared_value, along, change; } sums;
+
+/* Whether a sum of squares may have lost terms to underflow, or overflowed: either would look converged. */
+#define DOUBTFUL(sum) (!((sum) > 1e-30 && (sum) < 1e30))
 
 /* value = s(product + offset), or slope * (product + offset); and the four sums that decide what is next. */
 INLINE sums evaluate(enum activation which, int64_t n, float *restrict value, const float *restrict offset,
                      const float *restrict slope, const float *restrict point, const float *restrict residual)
 {
     float rr = 0, vv = 0, rd = 0, dd = 0;
+    const float saturated = SATURATED;
 #pragma omp simd reduction(+ : rr, vv, rd, dd)
     for (int64_t i = 0; i < n; i++) {
         float y = value[i] + offset[i];
-        float v = which == LINEAR ? slope[i] * y : activate(which, y);
+        float v = which == LINEAR ? slope[i] * y : activate(which, y, saturated);
         float r = v - point[i];
         float d = r - residual[i];
         value[i] = v;
@@ -78,6 +74,20 @@ INLINE sums evaluate(enum activation which, int64_t n, float *restrict value, co
         dd += d * d;
     }
     return (sums){ rr, vv, rd, dd };
+}
+
+/* The same sums in double, from the values. */
+static sums evaluate_again(int64_t n, const float *value, const float *point, const float *residual)
+{
+    sums t = { 0, 0, 0, 0 };
+    for (int64_t i = 0; i < n; i++) {
+        const double v = value[i], r = v - point[i], d = r - residual[i];
+        t.squared_residual += r * r;
+        t.squared_value += v * v;
+        t.along += r * d;
+        t.change += d * d;
+    }
+    return t;
 }
 
 VERSIONS
@@ -111,7 +121,7 @@ static void advance_sample(int64_t n, float weight, float low, float high, const
 
 /* What is remembered of a sample between steps, all 0 before the first; solvers/fused.py reads two of it.
  * "accelerated" says that the candidate is a proposal, not the plain step. */
-typedef struct { float threshold, relative; int32_t steps, done, accelerated, started; } sample_state;
+typedef struct { float norm, largest, power, relative; int32_t steps, done, accelerated, started; } sample_state;
 
 typedef struct {
     int which;
@@ -125,33 +135,39 @@ static void step_sample(const batch *b, int64_t index, sample_state *s)
 {
     const int64_t n = b->n, at = index * n;
     float *value = b->value + at, *point = b->point + at, *best = b->best + at, *residual = b->residual + at;
-    const sums t =
-        evaluate_sample(b->which, n, value, b->offset + at, b->slope ? b->slope + at : NULL, point, residual);
-    const float norm = sqrtf(t.squared_residual);
-    const float relative = norm / (sqrtf(t.squared_value) + FLT_MIN);
+    const float *offset = b->offset + at, *slope = b->slope ? b->slope + at : NULL;
+    sums t = evaluate_sample(b->which, n, value, offset, slope, point, residual);
+    if (DOUBTFUL(t.squared_residual) || DOUBTFUL(t.squared_value)) t = evaluate_again(n, value, point, residual);
+    const float norm = (float)sqrt(t.squared_residual);
+    const float relative = (float)(sqrt(t.squared_residual) / (sqrt(t.squared_value) + DBL_MIN));
     s->steps++;
-    if (s->accelerated && !(norm <= s->threshold || relative < b->tol)) {
-        s->accelerated = 0; /* rejected: the plain step from where the sample was */
-        memcpy(point, best, n * sizeof(float));
-        return;
+    if (s->accelerated) {
+        const float power = s->power * b->decay, bound = fminf(s->norm, s->largest * power);
+        if (!(norm <= bound || relative < b->tol)) {
+            s->accelerated = 0; /* rejected: the plain step from where the sample was */
+            memcpy(point, best, n * sizeof(float));
+            return;
+        }
+        s->power = power;
     }
+    else s->largest = fmaxf(s->largest, norm);
     float weight = 0.0f;
-    if (!s->started) {
-        s->threshold = norm * b->decay;
-        memcpy(best, value, n * sizeof(float)); /* it was never written, and 0 * NaN is NaN */
-    } else {
-        weight = t.change > 0.0f ? t.along / t.change : 0.0f;
+    if (s->started) {
+        weight = t.change > 0 ? (float)(t.along / t.change) : 0.0f;
         weight = weight < 1.0f ? weight : 0.0f;
-        if (s->accelerated) s->threshold *= b->decay;
+    } else {
+        s->power = 1.0f;
+        memcpy(best, value, n * sizeof(float)); /* it was never written, and 0 * NaN is NaN */
     }
-    s->accelerated = s->started;
+    s->accelerated = weight != 0.0f;
     s->started = 1;
+    s->norm = norm;
     s->relative = relative;
     s->done = !(relative >= b->tol); /* a NaN stops its sample */
     advance_sample(n, weight, b->low, b->high, value, point, best, residual);
 }
 
-static PyObject *step(PyObject *self, PyObject *args)
+PyObject *anderson_step(PyObject *self, PyObject *args)
 {
     (void)self;
     long long samples, n;
@@ -179,12 +195,3 @@ static PyObject *step(PyObject *self, PyObject *args)
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(active);
 }
-
-static PyMethodDef methods[] = {
-    { "step", step, METH_VARARGS, "One safeguarded Anderson step; returns how many samples are still active." },
-    { NULL, NULL, 0, NULL },
-};
-
-static struct PyModuleDef module = { PyModuleDef_HEAD_INIT, "_fused", NULL, -1, methods, NULL, NULL, NULL, NULL };
-
-PyMODINIT_FUNC PyInit__fused(void) { return PyModule_Create(&module); }

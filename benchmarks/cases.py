@@ -1,0 +1,120 @@
+"""What is measured: the paper's networks on trained weights, and the images they are given.
+
+An untrained layer converges too easily to mean anything. `benchmarks/weights/` holds a short training of
+each network; ``python benchmarks/cases.py`` makes them anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+import pcdeq
+from pcdeq.data import Batches, load_dataset
+from pcdeq.errors import PcdeqError
+from pcdeq.models import build, equilibrium_layers
+from pcdeq.models.networks import Network, Preprocessing
+from pcdeq.recipes import find_row
+
+WEIGHTS = Path(__file__).parent / "weights"
+ACTIVATIONS = ("tanh", "relu6", "softsign", "sigmoid")
+BATCH = 64
+# Steps of the short training, with the row's learning rate; as many as an hour on two cores allows.
+STEPS = {
+    ("l", "mnist"): 9_000,
+    ("sc", "mnist"): 300,
+    ("mc", "mnist"): 1_500,
+    ("sc", "cifar10"): 60,
+    ("mc", "cifar10"): 500,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network on one shape of images."""
+
+    topology: str
+    data: str
+    activation: str
+
+    @property
+    def row(self) -> str:
+        kind = 2 if self.activation == "sigmoid" else 1
+        return f"pcdeq-{kind}-{self.topology}-{self.activation}"
+
+    @property
+    def weights(self) -> Path:
+        return WEIGHTS / f"{self.row}-{self.data}.safetensors"
+
+    def model(self) -> Network:
+        """The network with its trained weights."""
+        model = build(self.row, self.data)
+        model.load_state_dict(load_file(self.weights))
+        return model
+
+    def batch(self) -> tuple[Tensor, Tensor, str]:
+        """Images, labels and where they are from."""
+        name = "mnist-mini" if self.data == "mnist" else self.data
+        try:
+            data = load_dataset(name, quiet=True)
+        except PcdeqError:  # no network: digits, blown up and coloured, are real images of the right shape
+            data = load_dataset("mnist-mini")
+            images, labels = data.test.images[:BATCH].float(), data.test.labels[:BATCH]
+            images = F.interpolate(images, size=(32, 32)).expand(-1, 3, -1, -1) / 255
+            return (images - 0.45) / 0.25, labels, "mnist-mini, enlarged"
+        prepare = Preprocessing(data.mean, data.std, data.classes)
+        # Spread over the test set, which may be sorted by class.
+        chosen = torch.linspace(0, len(data.test.labels) - 1, BATCH).long()
+        return prepare(data.test.images[chosen]), data.test.labels[chosen], name
+
+
+def cases(topologies: tuple[str, ...], data: tuple[str, ...], activations: tuple[str, ...]) -> list[Case]:
+    """The cases of the benchmark that were asked for."""
+    return [
+        Case(topology, shape, activation)
+        for topology, shape in STEPS
+        if topology in topologies and shape in data
+        for activation in activations
+    ]
+
+
+def make_weights(case: Case) -> None:
+    """Train a case's network for a short time on its own data set and keep its weights."""
+    torch.manual_seed(0)
+    data = load_dataset(case.data)
+    row = find_row(case.row, case.data)
+    model = build(case.row, case.data).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=row.lr, weight_decay=row.weight_decay, fused=True)
+    batches = Batches(data.train, BATCH, mean=data.mean, std=data.std, shuffle=True, channels_last=True)
+    steps = STEPS[case.topology, case.data]
+    for step, (images, labels) in enumerate(itertools.islice(_epochs(batches), steps), start=1):
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pcdeq.project_(model)
+        if step % max(1, steps // 10) == 0:
+            counts = [layer.last_forward.steps for layer in equilibrium_layers(model)]
+            print(f"{case.row} {case.data}: step {step}, loss {loss.item():.3f}, forward steps {counts}", flush=True)
+    WEIGHTS.mkdir(exist_ok=True)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, case.weights)
+
+
+def _epochs(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    for epoch in itertools.count():
+        batches.set_epoch(epoch)
+        yield from batches
+
+
+if __name__ == "__main__":
+    for case in cases(("l", "sc", "mc"), ("mnist", "cifar10"), ACTIVATIONS):
+        if not case.weights.exists() or "--all" in sys.argv:
+            make_weights(case)

@@ -1,0 +1,15 @@
+/* The extension module pcdeq._kernels: float32, CPU, and optional; every caller has a path in plain torch. */
+#include "kernels.h"
+
+static PyMethodDef methods[] = {
+    { "anderson_step", anderson_step, METH_VARARGS, "A safeguarded Anderson step; returns the samples left." },
+    { "batch_norm_forward", batch_norm_forward, METH_VARARGS, "Normalise by batch statistics." },
+    { "batch_norm_backward", batch_norm_backward, METH_VARARGS, "Its gradients." },
+    { "max_pool_forward", max_pool_forward, METH_VARARGS, "3x3 maximum, stride 1, and where it was." },
+    { "max_pool_backward", max_pool_backward, METH_VARARGS, "Its gradient." },
+    { NULL, NULL, 0, NULL },
+};
+
+static struct PyModuleDef module = { PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods, NULL, NULL, NULL, NULL };
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

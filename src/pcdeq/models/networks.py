@@ -1,0 +1,215 @@
+"""The paper's three networks, one class a topology.
+
+All are a straight line of layers, hence `nn.Sequential`: ``for layer in model`` walks from the image
+to the class scores. Explicit layers have biases and are unconstrained; the equilibrium layers carry
+the guarantee. Sizes follow from the image, so any image that survives the pooling will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from pcdeq.activations import Activation
+from pcdeq.errors import UsageError
+from pcdeq.implicit import Gradient
+from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
+from pcdeq.models.explicit import BatchNorm1d, BatchNorm2d, MaxPool3x3
+from pcdeq.recipes import ImageShape
+from pcdeq.solvers import Solver
+
+
+class LayerOptions(TypedDict, total=False):
+    """Keywords that a network hands on to its equilibrium layers."""
+
+    activation: str | Activation
+    injection: Injection | None
+    floor: float | None
+    weight_norm: bool
+    solver: Solver | None
+    adjoint_solver: Solver | None
+    gradient: Gradient
+    gradient_steps: int
+    warm_start: bool
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pictures become the input of a trained network, and what its outputs are called.
+
+    >>> grey = Preprocessing(mean=(0.0,), std=(1.0,), classes=("zero", "one"))
+    >>> grey(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).max()
+    tensor(1.)
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...]
+
+    def __call__(self, images: Tensor) -> Tensor:  # uint8 (n, channels, h, w)
+        mean = torch.tensor(self.mean, device=images.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, device=images.device).view(-1, 1, 1)
+        return (images.float() / 255 - mean) / std
+
+
+class Network(nn.Sequential):
+    """What the three topologies share: they check their input and know how it was prepared."""
+
+    widths: ClassVar[int]  # how many equilibrium layers, so how many channel numbers
+
+    def __init__(self, layers: Mapping[str, nn.Module], image_shape: ImageShape, num_classes: int) -> None:
+        super().__init__(OrderedDict(layers))
+        self.image_shape = image_shape
+        self.num_classes = num_classes
+        self.preprocessing: Preprocessing | None = None  # set by whoever knows the data
+        self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # faster convolutions
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):  # a part of a topology is no longer that topology
+            return nn.Sequential(OrderedDict(list(self.named_children())[index]))
+        return super().__getitem__(index)
+
+    def forward(self, input: Tensor) -> Tensor:  # (n, *image_shape) -> (n, num_classes)
+        if tuple(input.shape[1:]) != self.image_shape:
+            raise UsageError(
+                f"the network was built for images of shape {self.image_shape}, got a batch of shape "
+                f"{tuple(input.shape)}"
+            )
+        return super().forward(input)
+
+
+def equilibrium_layers(model: nn.Module) -> list[PcDEQ]:
+    """The equilibrium layers of a model, in the order in which they were defined.
+
+    >>> [type(layer).__name__ for layer in equilibrium_layers(L((8,)))]
+    ['PcDEQLinear']
+    """
+    return [module for module in model.modules() if isinstance(module, PcDEQ)]
+
+
+class L(Network):
+    """Flatten, dense layer, one dense pcDEQ, dense classifier.
+
+    >>> L((80,), activation="relu6")(torch.rand(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+
+    widths = 1
+
+    def __init__(
+        self,
+        channels: tuple[int, ...],
+        image_shape: ImageShape = (1, 28, 28),
+        num_classes: int = 10,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        check_widths(type(self), channels)
+        (width,) = channels
+        layers = {
+            "flatten": nn.Flatten(),
+            "lift": nn.Linear(math.prod(image_shape), width),
+            "lift_norm": BatchNorm1d(width),
+            "deq": PcDEQLinear(width, **options),
+            "deq_norm": BatchNorm1d(width),
+            "classifier": nn.Linear(width, num_classes),
+        }
+        super().__init__(layers, image_shape, num_classes)
+
+
+class SC(Network):
+    """One convolutional pcDEQ at full resolution.
+
+    >>> SC((8,))(torch.rand(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+
+    widths = 1
+    pooling = 8
+
+    def __init__(
+        self,
+        channels: tuple[int, ...],
+        image_shape: ImageShape = (1, 28, 28),
+        num_classes: int = 10,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        check_widths(type(self), channels)
+        (width,) = channels
+        stage = _stage(nn.Conv2d(image_shape[0], width, 3, padding=1), **options)
+        head = _head(width, image_shape, image_shape[1:], self.pooling, num_classes)
+        super().__init__({**stage, **head}, image_shape, num_classes)
+
+
+class MC(Network):
+    """Three convolutional pcDEQs, each at about half the resolution of the one before.
+
+    >>> MC((4, 6, 8), image_shape=(3, 32, 32))(torch.rand(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+
+    widths = 3
+    pooling = 4
+
+    def __init__(
+        self,
+        channels: tuple[int, ...],
+        image_shape: ImageShape = (1, 28, 28),
+        num_classes: int = 10,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        check_widths(type(self), channels)
+        first, second, third = channels
+        lifts = (
+            nn.Conv2d(image_shape[0], first, 3, padding=1),
+            nn.Conv2d(first, second, 3, stride=2),
+            nn.Conv2d(second, third, 3, stride=2),
+        )
+        layers: dict[str, nn.Module] = {}
+        for number, lift in enumerate(lifts, start=1):
+            for name, layer in _stage(lift, **options).items():
+                layers[name.replace("_", f"{number}_") if "_" in name else f"{name}{number}"] = layer
+        size = tuple(((edge - 1) // 2 - 1) // 2 for edge in image_shape[1:])  # two convolutions of stride 2
+        layers.update(_head(third, image_shape, size, self.pooling, num_classes))
+        super().__init__(layers, image_shape, num_classes)
+
+
+def check_widths(topology: type[Network], channels: tuple[int, ...]) -> None:
+    """Raise `UsageError` unless there is one positive channel number for each equilibrium layer."""
+    if len(channels) != topology.widths or min(channels) < 1:
+        raise UsageError(
+            f"channels of {topology.__name__} must be {topology.widths} positive number(s), got {channels}"
+        )
+
+
+def _stage(lift: nn.Conv2d, **options: Unpack[LayerOptions]) -> dict[str, nn.Module]:
+    """A convolution that changes the number of channels, and the equilibrium layer after it."""
+    return {
+        "lift": lift,
+        "lift_norm": BatchNorm2d(lift.out_channels),
+        "deq": PcDEQConv2d(lift.out_channels, **options),
+        "pool": MaxPool3x3(),
+        "deq_norm": BatchNorm2d(lift.out_channels),
+    }
+
+
+def _head(
+    width: int, image_shape: ImageShape, size: tuple[int, ...], pooling: int, num_classes: int
+) -> dict[str, nn.Module]:
+    """Average the last feature maps, of the given size, and classify."""
+    rows, columns = (edge // pooling for edge in size)
+    if rows < 1 or columns < 1:
+        raise UsageError(
+            f"images of {image_shape[1]} x {image_shape[2]} pixels are too small for this network: "
+            f"its pooling by {pooling} would leave nothing; the L network takes any size"
+        )
+    return {
+        "average": nn.AvgPool2d(pooling),
+        "flatten": nn.Flatten(),
+        "classifier": nn.Linear(width * rows * columns, num_classes),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Equation:
     def product(self, z: Tensor) -> Tensor:
         """Wz, in the shape and dtype of z whatever the operator returns."""
         return like(z, self.map.apply(z))
+
+    def select(self, samples: Tensor) -> Equation:
+        """The equation for some of the samples."""
+        return self if len(samples) == len(self.x) else replace(self, x=self.x[samples])
 
     def at_zero(self) -> Tensor:
         """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""

@@ -230,6 +230,13 @@ class Operator(nn.Module, ABC):
             return _Normalised.apply(self.weight_v, self.weight_g)  # pyright: ignore[reportReturnType]
         return _Nonnegative.apply(self.weight)  # pyright: ignore[reportReturnType]
 
+    @torch.no_grad()
+    def effective_weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The weight in use, computed in another dtype from the stored parameters."""
+        if self.weight_norm:
+            return _Normalised.apply(self.weight_v.to(dtype), self.weight_g.to(dtype))  # pyright: ignore[reportReturnType]
+        return _Nonnegative.apply(self.weight.to(dtype))  # pyright: ignore[reportReturnType]
+
     @abstractmethod
     def bind(self, weight: Tensor) -> LinearMap:
         """The linear map of this weight, which is `effective_weight()` or one of its dtype variants."""

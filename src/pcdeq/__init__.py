@@ -1,13 +1,39 @@
-"""Equilibrium layers for PyTorch that provably converge: positive concave deep equilibrium models."""
+"""Equilibrium layers for PyTorch that provably converge: positive concave deep equilibrium models.
+
+The public names are loaded when they are first used, so that ``pcdeq --help`` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pcdeq._version import __version__
-from pcdeq.activations import Activation
-from pcdeq.enclosure import Enclosure
 from pcdeq.errors import PcdeqError
-from pcdeq.implicit import fixed_point
-from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
-from pcdeq.operators import LinearMap, Operator, project_
-from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
+
+if TYPE_CHECKING:
+    from pcdeq.activations import Activation
+    from pcdeq.enclosure import Enclosure
+    from pcdeq.guarantees.certify import certify
+    from pcdeq.implicit import fixed_point
+    from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
+    from pcdeq.models import build, load_reference
+    from pcdeq.operators import LinearMap, Operator, project_
+    from pcdeq.recipes import TrainConfig
+    from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
+    from pcdeq.training import load, train
+
+_HOMES = {
+    "pcdeq.activations": ("Activation",),
+    "pcdeq.enclosure": ("Enclosure",),
+    "pcdeq.guarantees.certify": ("certify",),
+    "pcdeq.implicit": ("fixed_point",),
+    "pcdeq.layers": ("PcDEQ", "PcDEQConv1d", "PcDEQConv2d", "PcDEQConv3d", "PcDEQLinear"),
+    "pcdeq.models": ("build", "load_reference"),
+    "pcdeq.operators": ("LinearMap", "Operator", "project_"),
+    "pcdeq.recipes": ("TrainConfig",),
+    "pcdeq.solvers": ("Anderson", "Newton", "Outcome", "Picard", "Solution"),
+    "pcdeq.training": ("load", "train"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Activation",
@@ -25,7 +51,25 @@ __all__ = [
     "PcdeqError",
     "Picard",
     "Solution",
+    "TrainConfig",
     "__version__",
+    "build",
+    "certify",
     "fixed_point",
+    "load",
+    "load_reference",
     "project_",
+    "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'pcdeq' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value  # the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -115,6 +115,28 @@ class Activation:
             return 1.0  # (y s'(y) / s(y)) -> 1 at 0+ for any concave s with s(0) = 0 and a slope there
         return _largest_elasticity(self, floor)
 
+    def floor_for(self, rate: float) -> float:
+        """The smallest floor under the input that guarantees this rate, for every W >= 0 (T4).
+
+        >>> tanh = as_activation("tanh")
+        >>> floor = tanh.floor_for(0.5)
+        >>> tanh.rate(floor) <= 0.5 < tanh.rate(0.99 * floor)
+        True
+        """
+        if not 0 < rate < 1:
+            raise UsageError(f"rate must be between 0 and 1, got {rate}")
+        if self.rate(0.0) <= rate:
+            return 0.0
+        low, high = 0.0, 1.0
+        while self.rate(high) > rate:
+            low, high = high, 2 * high
+            if high > 1e6:
+                raise UsageError(f"no floor gives activation '{self.name}' a rate of {rate}")
+        for _ in range(60):  # the rate falls as the floor rises
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.rate(middle) <= rate else (middle, high)
+        return high
+
 
 def _largest_elasticity(activation: Activation, floor: float) -> float:
     """Maximise (y - floor) s'(y) / s(y) over y > floor on a grid that is refined twice."""

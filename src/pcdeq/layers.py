@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,32 @@ from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
 from pcdeq.warmstart import WarmStart
 
 Injection = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A guarantee about plain iteration from any start in the box, in Thompson's metric max |log(z / z*)|.
+
+    Attributes:
+        factor: each step shrinks the distance to z* at least by this factor; 1 where nothing is guaranteed.
+        steps: so many steps are enough for the tolerance; None where nothing is guaranteed.
+    """
+
+    factor: float
+    steps: int | None
+
+
+def a_priori_rate(activation: Activation, floor: float, tol: float) -> Rate:
+    """T4: N = 1 + ceil(log(tol / D) / log c), with D = log(sup s / s(floor)) the distance after the first step."""
+    if not tol > 0:
+        raise UsageError(f"tol must be above 0, got {tol}")
+    factor = activation.rate(floor)
+    lowest = float(activation.value(torch.tensor(floor, dtype=torch.float64)))
+    if factor >= 1 or lowest <= 0 or activation.supremum == math.inf:
+        return Rate(factor, None)
+    distance = math.log(activation.supremum / lowest)
+    return Rate(factor, 1 + max(0, math.ceil(math.log(tol / distance) / math.log(factor))))
+
 
 # Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); far below
 # the last digit of any softplus that matters, yet not so small that growing out of it takes many steps.
@@ -41,7 +69,8 @@ class PcDEQ(nn.Module):
         injection: maps the input to [0, inf). By default the paper's: softplus with beta 5 where s(0) = 0
             (pcDEQ-1), ReLU where s(0) > 0 (pcDEQ-2). A function of yours is checked on each call.
         floor: added to the injected input. With a floor the rate of convergence is known in advance,
-            whatever the weights (T4): ``layer.activation.rate(floor)``.
+            whatever the weights (T4): see `rate`.
+        rate: choose the floor that guarantees this rate, such as 0.5, instead of giving it.
         solver: forward; by default `Anderson`, which cannot fail (T6).
         adjoint_solver: backward; by default like ``solver``.
         gradient: ``"implicit"`` is exact up to the solvers' tolerance; ``"phantom"`` differentiates the
@@ -67,6 +96,7 @@ class PcDEQ(nn.Module):
         *,
         injection: Injection | None = None,
         floor: float | None = None,
+        rate: float | None = None,
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
         gradient: Gradient = "implicit",
@@ -86,6 +116,10 @@ class PcDEQ(nn.Module):
         self.operator = operator
         self.activation = as_activation(activation)
         self.injection = injection
+        if rate is not None:
+            if floor is not None:
+                raise UsageError("give either floor or rate: the rate decides the floor")
+            floor = max(self.activation.floor_for(rate), TINY_FLOOR)
         self.floor = self._checked_floor(floor)
         self.solver = Anderson() if solver is None else solver
         self.adjoint_solver = _adjoint_of(self.solver) if adjoint_solver is None else adjoint_solver
@@ -160,6 +194,17 @@ class PcDEQ(nn.Module):
             solution = solve_equation(equation, self.solver if solver is None else solver, self.warm)
             box = enclose_near(equation, solution.value)
         return Enclosure(box.lower.reshape(x.shape), box.upper.reshape(x.shape), box.certified)
+
+    def rate(self, tol: float = 1e-4) -> Rate:
+        """How fast plain iteration converges, known before the first step and for every weight (T4).
+
+        >>> import pcdeq
+        >>> pcdeq.PcDEQLinear(4, activation="sigmoid").rate()
+        Rate(factor=0.278..., steps=8)
+        >>> pcdeq.PcDEQLinear(4, activation="tanh", rate=0.5).rate(tol=1e-6).steps
+        22
+        """
+        return a_priori_rate(self.activation, self.floor, tol)
 
     def equation(self, x: Tensor) -> Equation:
         """The equation that the layer solves for this input, samples along dimension 0."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pcdeq.activations import Activation
     from pcdeq.enclosure import Enclosure
     from pcdeq.guarantees.certify import certify
+    from pcdeq.guarantees.check import check
     from pcdeq.implicit import fixed_point
     from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
     from pcdeq.models import build, load_reference
@@ -25,6 +26,7 @@ _HOMES = {
     "pcdeq.activations": ("Activation",),
     "pcdeq.enclosure": ("Enclosure",),
     "pcdeq.guarantees.certify": ("certify",),
+    "pcdeq.guarantees.check": ("check",),
     "pcdeq.implicit": ("fixed_point",),
     "pcdeq.layers": ("PcDEQ", "PcDEQConv1d", "PcDEQConv2d", "PcDEQConv3d", "PcDEQLinear"),
     "pcdeq.models": ("build", "load_reference"),
@@ -55,6 +57,7 @@ __all__ = [
     "__version__",
     "build",
     "certify",
+    "check",
     "fixed_point",
     "load",
     "load_reference",

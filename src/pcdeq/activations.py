@@ -61,7 +61,7 @@ class Activation:
     kinks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_concave(self)
+        require_concave(self)
 
     def __call__(self, y: Tensor) -> Tensor:
         return self.value(y)
@@ -166,7 +166,7 @@ def _just_below_kinks(activation: Activation, floor: float) -> list[Tensor]:
     ]
 
 
-def _require_concave(activation: Activation) -> None:
+def require_concave(activation: Activation) -> None:
     """Refuse an activation that breaks the guarantee, by sampling [0, inf) in float64."""
     y = torch.cat([torch.zeros(1), torch.logspace(-6, 6, 1201)]).double()
     s = activation.value(y)

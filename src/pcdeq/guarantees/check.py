@@ -89,10 +89,14 @@ def check(model: nn.Module, images: Tensor | None = None) -> Report:
 def _inputs_of(model: nn.Module, layers: dict[str, PcDEQ], images: Tensor) -> dict[str, Tensor]:
     """What each layer is given when the model runs on the images."""
     seen: dict[str, Tensor] = {}
-    handles = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0]))
-        for name, layer in layers.items()
-    ]
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen[name] = inputs[0]
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(remember(name)) for name, layer in layers.items()]
     training = model.training
     try:
         model.eval()(images)

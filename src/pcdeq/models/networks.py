@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict, Unpack
 
@@ -59,16 +58,38 @@ class Preprocessing:
 
 
 class Network(nn.Sequential):
-    """What the three topologies share: they check their input and know how it was prepared."""
+    """What the three topologies share; a subclass says in `layers` what it consists of.
+
+    Args:
+        channels: the width of each equilibrium layer.
+        image_shape: channels, height and width of the images.
+        options: keywords for the equilibrium layers.
+    """
 
     widths: ClassVar[int]  # how many equilibrium layers, so how many channel numbers
 
-    def __init__(self, layers: Mapping[str, nn.Module], image_shape: ImageShape, num_classes: int) -> None:
-        super().__init__(OrderedDict(layers))
+    def __init__(
+        self,
+        channels: tuple[int, ...],
+        image_shape: ImageShape = (1, 28, 28),
+        num_classes: int = 10,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        if len(channels) != self.widths or min(channels) < 1:
+            name = type(self).__name__
+            raise UsageError(f"channels of {name} must be {self.widths} positive number(s), got {channels}")
+        super().__init__(OrderedDict(self.layers(channels, image_shape, num_classes, options)))
         self.image_shape = image_shape
         self.num_classes = num_classes
         self.preprocessing: Preprocessing | None = None  # set by whoever knows the data
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # faster convolutions
+
+    @staticmethod
+    def layers(
+        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+    ) -> dict[str, nn.Module]:
+        """The layers by name, from the image to the class scores."""
+        raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):  # a part of a topology is no longer that topology
@@ -102,16 +123,12 @@ class L(Network):
 
     widths = 1
 
-    def __init__(
-        self,
-        channels: tuple[int, ...],
-        image_shape: ImageShape = (1, 28, 28),
-        num_classes: int = 10,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        check_widths(type(self), channels)
+    @staticmethod
+    def layers(
+        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+    ) -> dict[str, nn.Module]:
         (width,) = channels
-        layers = {
+        return {
             "flatten": nn.Flatten(),
             "lift": nn.Linear(math.prod(image_shape), width),
             "lift_norm": BatchNorm1d(width),
@@ -119,7 +136,6 @@ class L(Network):
             "deq_norm": BatchNorm1d(width),
             "classifier": nn.Linear(width, num_classes),
         }
-        super().__init__(layers, image_shape, num_classes)
 
 
 class SC(Network):
@@ -130,20 +146,14 @@ class SC(Network):
     """
 
     widths = 1
-    pooling = 8
 
-    def __init__(
-        self,
-        channels: tuple[int, ...],
-        image_shape: ImageShape = (1, 28, 28),
-        num_classes: int = 10,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        check_widths(type(self), channels)
+    @staticmethod
+    def layers(
+        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+    ) -> dict[str, nn.Module]:
         (width,) = channels
-        stage = _stage(nn.Conv2d(image_shape[0], width, 3, padding=1), **options)
-        head = _head(width, image_shape, image_shape[1:], self.pooling, num_classes)
-        super().__init__({**stage, **head}, image_shape, num_classes)
+        lift = nn.Conv2d(image_shape[0], width, 3, padding=1)
+        return _stage(lift, options) | _head(width, image_shape, image_shape[1:], 8, num_classes)
 
 
 class MC(Network):
@@ -154,47 +164,29 @@ class MC(Network):
     """
 
     widths = 3
-    pooling = 4
 
-    def __init__(
-        self,
-        channels: tuple[int, ...],
-        image_shape: ImageShape = (1, 28, 28),
-        num_classes: int = 10,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        check_widths(type(self), channels)
+    @staticmethod
+    def layers(
+        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+    ) -> dict[str, nn.Module]:
         first, second, third = channels
-        lifts = (
-            nn.Conv2d(image_shape[0], first, 3, padding=1),
-            nn.Conv2d(first, second, 3, stride=2),
-            nn.Conv2d(second, third, 3, stride=2),
-        )
-        layers: dict[str, nn.Module] = {}
-        for number, lift in enumerate(lifts, start=1):
-            for name, layer in _stage(lift, **options).items():
-                layers[name.replace("_", f"{number}_") if "_" in name else f"{name}{number}"] = layer
         size = tuple(((edge - 1) // 2 - 1) // 2 for edge in image_shape[1:])  # two convolutions of stride 2
-        layers.update(_head(third, image_shape, size, self.pooling, num_classes))
-        super().__init__(layers, image_shape, num_classes)
-
-
-def check_widths(topology: type[Network], channels: tuple[int, ...]) -> None:
-    """Raise `UsageError` unless there is one positive channel number for each equilibrium layer."""
-    if len(channels) != topology.widths or min(channels) < 1:
-        raise UsageError(
-            f"channels of {topology.__name__} must be {topology.widths} positive number(s), got {channels}"
+        return (
+            _stage(nn.Conv2d(image_shape[0], first, 3, padding=1), options, number="1")
+            | _stage(nn.Conv2d(first, second, 3, stride=2), options, number="2")
+            | _stage(nn.Conv2d(second, third, 3, stride=2), options, number="3")
+            | _head(third, image_shape, size, 4, num_classes)
         )
 
 
-def _stage(lift: nn.Conv2d, **options: Unpack[LayerOptions]) -> dict[str, nn.Module]:
+def _stage(lift: nn.Conv2d, options: LayerOptions, number: str = "") -> dict[str, nn.Module]:
     """A convolution that changes the number of channels, and the equilibrium layer after it."""
     return {
-        "lift": lift,
-        "lift_norm": BatchNorm2d(lift.out_channels),
-        "deq": PcDEQConv2d(lift.out_channels, **options),
-        "pool": MaxPool3x3(),
-        "deq_norm": BatchNorm2d(lift.out_channels),
+        f"lift{number}": lift,
+        f"lift{number}_norm": BatchNorm2d(lift.out_channels),
+        f"deq{number}": PcDEQConv2d(lift.out_channels, **options),
+        f"pool{number}": MaxPool3x3(),
+        f"deq{number}_norm": BatchNorm2d(lift.out_channels),
     }
 
 

@@ -2,7 +2,7 @@
 
 An activation qualifies when, on [0, inf), it is nonnegative, nondecreasing and concave and
 s(y)/y -> 0. Then z -> s(Wz + x) has exactly one fixed point for every W >= 0 and every
-admissible x, whatever the size of W (Gabor, Piotrowski & Cavalcante 2024, Proposition 3.5).
+admissible x, whatever the size of W (Gabor, Piotrowski & Cavalcante 2024, Proposition 4.6).
 
 The kind follows from s(0). Kind 1 (s(0) = 0) needs a positive input x, kind 2 (s(0) > 0) a
 nonnegative one. Every derivative here is a function of the value as well: s is strictly

@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hi
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from pcdeq.errors import UsageError
+from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.recipes import TrainConfig, find_row, rows
 
 if TYPE_CHECKING:
+    from pcdeq.data import Dataset
+    from pcdeq.guarantees.certify import Certificate
+    from pcdeq.guarantees.check import LayerReport
     from pcdeq.training import Evaluation, Run
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Which = Literal["last", "best"]
 RunFolder = Annotated[Path, Positional, arg(metavar="RUN")]
 Flag = Annotated[bool, FlagCreatePairsOff]
+
+CERTIFIED_AFTER_TRAINING = 1_000  # test images; `pcdeq certify` takes them all
 
 
 class Command(Protocol):
@@ -58,8 +63,9 @@ class Train(TrainConfig):
         if os.environ.get("RANK", "0") != "0":
             return  # one process speaks for all
         evaluation, dataset = evaluate(run, quiet=True)
+        certificate = certify_run(run, dataset, CERTIFIED_AFTER_TRAINING)
         pictures = [*figures.draw_run(run), figures.draw_evaluation(run, evaluation, dataset)]
-        summary = summarise(run, evaluation, pictures)
+        summary = summarise(run, evaluation, certificate, pictures)
         print(json.dumps(summary) if self.json else _as_text(summary))
 
     def _config(self) -> TrainConfig:
@@ -76,7 +82,20 @@ class Train(TrainConfig):
         return given
 
 
-def summarise(run: Run, evaluation: Evaluation, pictures: list[Path]) -> dict[str, Any]:
+def certify_run(run: Run, dataset: Dataset, images: int | None, radius: float = 0.0) -> Certificate:
+    """Certify the predictions for so many test images, spread over the test set, or for all."""
+    import torch
+
+    from pcdeq.guarantees.certify import certify
+    from pcdeq.training import load
+
+    network = load(run)
+    total = len(dataset.test.labels)
+    chosen = torch.linspace(0, total - 1, min(images or total, total)).long()
+    return certify(network, run.preprocessing(dataset.test.images[chosen]), radius=radius)
+
+
+def summarise(run: Run, evaluation: Evaluation, certificate: Certificate, pictures: list[Path]) -> dict[str, Any]:
     """How a run ended, in the order in which people ask."""
     last, config = run.metrics[-1], run.config
     row = find_row(config.row, config.data, run.image_shape[0])
@@ -86,7 +105,8 @@ def summarise(run: Run, evaluation: Evaluation, pictures: list[Path]) -> dict[st
         "forward_steps": list(last.forward_steps),
         "backward_steps": list(last.backward_steps),
         "unconverged": last.unconverged,
-        # Whether every prediction is certified belongs here.
+        "certified": int(certificate.proved.sum()),
+        "certified_of": len(certificate.proved),
         "seconds": sum(line.seconds for line in run.metrics),
         "run": str(run.path),
         "figures": [str(picture) for picture in pictures],
@@ -104,6 +124,8 @@ def _as_text(summary: dict[str, Any]) -> str:
     lines += [
         f"steps           {steps[0]:.1f} forward, {steps[1]:.1f} backward per solve",
         f"unconverged     {summary['unconverged']:,} of the last epoch's solves",
+        f"certified       {summary['certified']:,} of {summary['certified_of']:,} predictions: proved to be those of "
+        "the exact equilibrium network",
         f"training time   {summary['seconds']:.0f} s",
         f"saved in        {summary['run']} ({', '.join(Path(name).name for name in summary['figures'])})",
         f"next            pcdeq predict {summary['run']} PICTURE",
@@ -165,6 +187,88 @@ class Evaluate:
         print(f"{evaluation.accuracy:.2f} % of {len(evaluation.labels):,} test images of {dataset.name}")
         print(f"{steps:.1f} steps per solve, {evaluation.unconverged:,} samples did not converge")
         print(f"confusion matrix and worst errors in {picture}")
+
+
+@dataclass(frozen=True)
+class Certify:
+    """Prove, test image by test image, which class the exact equilibrium network gives."""
+
+    folder: RunFolder
+    """Run folder, as `pcdeq list runs` shows it."""
+    images: int | None = None
+    """So many test images, spread over the test set. (default: all)"""
+    radius: float = 0.0
+    """Prove the class for every input within this distance in each normalised pixel: robustness."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: as in training)"""
+    json: Flag = False
+    """Print a JSON object, for programs."""
+
+    def run(self) -> None:
+        """Certify and print."""
+        from pcdeq.data import load_dataset
+        from pcdeq.training import Run
+
+        if self.images is not None and self.images < 1:
+            raise UsageError(f"images must be at least 1, got {self.images}")
+        run = Run.open(self.folder)
+        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
+        certificate = certify_run(run, dataset, self.images, self.radius)
+        proved, total = int(certificate.proved.sum()), len(certificate.proved)
+        if self.json:
+            print(json.dumps({"images": total, "certified": proved, "share": certificate.share, "radius": self.radius}))
+            return
+        what = f"for every input within {self.radius:g}" if self.radius else "for the exact equilibrium network"
+        print(f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}")
+        if proved:
+            lead = float(certificate.margin[certificate.proved].min())
+            print(f"smallest lead of a proved class over the next: {lead:.3g}")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Audit a trained network: which guarantee holds for each equilibrium layer, and why."""
+
+    folder: RunFolder
+    """Run folder, as `pcdeq list runs` shows it."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: as in training)"""
+    json: Flag = False
+    """Print a JSON object, for programs."""
+
+    def run(self) -> None:
+        """Audit and print; fails where a guarantee does not hold."""
+        from pcdeq.data import load_dataset
+        from pcdeq.guarantees.check import check
+        from pcdeq.training import Run, load
+
+        run = Run.open(self.folder)
+        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
+        report = check(load(run), run.preprocessing(dataset.test.images[:64]))
+        if self.json:
+            print(json.dumps(report.to_dict()))
+        else:
+            _print_table([_check_entry(layer) for layer in report.layers])
+        for layer in report.layers:
+            if not layer.holds:
+                raise PcdeqError(f"{layer.name}: no guarantee: {layer.reason}")
+        if not self.json:
+            print("every equilibrium exists, is unique, and plain iteration reaches it, for every input")
+
+
+def _check_entry(layer: LayerReport) -> dict[str, Any]:
+    return {
+        "layer": layer.name,
+        "activation": layer.activation,
+        "guarantee": f"pcDEQ-{layer.kind}" if layer.holds else "none",
+        "rate, a priori": f"{layer.rate:.4f}",
+        "measured": "-" if layer.measured_rate is None else f"{layer.measured_rate:.3f}",
+        "norm of W": f"{layer.norm:.3f}",
+        "radius": f"{layer.radius:.3f}",
+        "Banach enough": "yes" if layer.contraction else "no",
+        "dead rows": layer.dead_rows,
+        "saturated": "-" if layer.saturated is None else f"{100 * layer.saturated:.1f} %",
+    }
 
 
 @dataclass(frozen=True)
@@ -281,7 +385,7 @@ class Data:
             print(load_dataset(self.name, data_dir=self.data_dir).describe())
 
 
-COMMANDS: tuple[type[Command], ...] = (Train, Evaluate, Predict, List, Data)
+COMMANDS: tuple[type[Command], ...] = (Train, Evaluate, Certify, Check, Predict, List, Data)
 
 # Where None means "as the text says", tyro would add "(default: None)".
 for _command in COMMANDS:

@@ -49,17 +49,18 @@ class WarmStart(nn.Module):
         dtype = equation.x.dtype
         if self.product.shape != equation.x.shape[1:]:
             return None
-        product = self.product.to(dtype)
+        product = _admissible(self.product.to(dtype))
         if not self.response.numel():
             return product
         residual = equation.activation.value(equation.x + product) - self.mean.to(dtype)
-        return torch.addmm(product, residual, self.response.to(dtype).T).clamp_(min=0.0)
+        return _admissible(torch.addmm(product, residual, self.response.to(dtype).T))
 
     def adjoint(self, grad: Tensor) -> Tensor:
         """A guess of the solution of y = Jᵀy + grad."""
         if not self.response.numel() or grad.shape[1:] != self.mean.shape:
             return grad
-        return torch.addmm(grad, grad * self.slope.to(grad.dtype), self.response.to(grad.dtype))
+        guess = torch.addmm(grad, grad * self.slope.to(grad.dtype), self.response.to(grad.dtype))
+        return torch.where(guess.isfinite(), guess, grad)
 
     def observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
         """Learn from a batch of equilibria and their slopes."""
@@ -88,6 +89,11 @@ class WarmStart(nn.Module):
             if prefix + name in state_dict:
                 _resize(buffer, state_dict[prefix + name].shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _admissible(product: Tensor) -> Tensor:
+    """A start from which every solver converges: the theory is about z >= 0, and buffers come from files."""
+    return torch.nan_to_num(product, nan=0.0).clamp_(min=0.0)
 
 
 def _blend(running: Tensor, value: Tensor) -> None:

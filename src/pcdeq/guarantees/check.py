@@ -109,7 +109,7 @@ def _inputs_of(model: nn.Module, layers: dict[str, PcDEQ], images: Tensor) -> di
 
 def _check_layer(name: str, layer: PcDEQ, x: Tensor | None) -> LayerReport:
     reason = _violation(layer, x)
-    theorem = f"pcDEQ-{layer.activation.kind}: positive concave mapping with asymptotic mapping 0 (paper, Prop. 3.5)"
+    theorem = f"pcDEQ-{layer.activation.kind}: positive concave mapping with asymptotic mapping 0 (paper, Prop. 4.6)"
     rate = layer.rate() if reason is None else None
     norm, radius = _norm_and_radius(layer, x)
     slope = float(layer.activation.derivative(torch.tensor([layer.floor], dtype=torch.float64)))

@@ -126,4 +126,4 @@ class MaxPool3x3(nn.MaxPool2d):
     def forward(self, input: Tensor) -> Tensor:
         if KERNELS is not None and input.ndim == 4 and _by_rows(input):
             return _MaxPool.apply(input)  # pyright: ignore[reportReturnType]
-        return super().forward(input)
+        return super().forward(input)  # pyright: ignore[reportReturnType]

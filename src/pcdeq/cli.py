@@ -1,0 +1,104 @@
+"""The command line: parse, run the command, turn errors into one line.
+
+Commands live in `pcdeq.commands`, one dataclass each. Nothing here imports torch, so that ``--help``
+answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, Any, Union
+
+import tyro
+
+from pcdeq.commands import COMMANDS, Command
+from pcdeq.errors import PcdeqError, UsageError
+
+DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
+  pcdeq train                                     learn handwritten digits, in about a minute, offline
+  pcdeq train pcdeq-1-mc-relu6 --data cifar10     a row of the paper, with the paper's hyperparameters
+  pcdeq train pcdeq-1-sc-tanh --data my-pictures  the same network for pictures of your own
+  pcdeq train --resume runs/demo-mnist-mini-seed0
+  pcdeq evaluate runs/demo-mnist-mini-seed0
+  pcdeq certify runs/demo-mnist-mini-seed0         prove what the exact network says
+  pcdeq predict runs/demo-mnist-mini-seed0 seven.png
+  pcdeq list                                      all rows of the paper; `pcdeq list runs`: all of yours
+`pcdeq COMMAND --help` explains a command. On several GPUs or processes:
+  torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10
+"""
+
+INTERRUPTED = 130  # what shells expect after Ctrl-C
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    >>> main(["train", "pcdeq-1-l-than"])  # one line on standard error: did you mean pcdeq-1-l-tanh?
+    2
+    """
+    try:
+        parse(sys.argv[1:] if arguments is None else arguments).run()
+        return 0
+    except PcdeqError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt as stop:
+        _complain(str(stop) or "interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """The command that the arguments spell, or a `UsageError` that says in one line what is wrong."""
+    names = {kind.__name__.lower(): kind for kind in COMMANDS}
+    named = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in names.items()]
+    choices: Any = Union[tuple(named)]  # noqa: UP007 (made at run time)
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            return tyro.cli(
+                choices,
+                prog="pcdeq",
+                description=DESCRIPTION,
+                args=list(arguments) or ["--help"],
+                config=(
+                    tyro.conf.OmitArgPrefixes,
+                    tyro.conf.OmitSubcommandPrefixes,
+                    tyro.conf.DisallowNone,
+                ),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # --help has been printed
+        command = " ".join(["pcdeq", *(name for name in arguments[:1] if name in names)])
+        raise UsageError(f"{_one_line(messages.getvalue())} (see {command} --help)") from None
+
+
+def _one_line(box: str) -> str:
+    """What matters in tyro's framed error: what is wrong and what was perhaps meant."""
+    lines = [line.strip("╭╮╰╯│─ ") for line in box.splitlines()[1:]]  # the first is a title
+    first, *others = (" ".join(group) for full, group in groupby(lines, bool) if full)
+    message = re.sub(r"^Error parsing [A-Z]\w+: ", "", first).rstrip(".")
+    for paragraph in others:
+        if paragraph.startswith("Perhaps you meant:"):
+            message += f"; did you mean {paragraph.split()[3]}?"
+        elif paragraph.startswith("Available subcommands:"):
+            message += f"; there are {paragraph.partition(': ')[2]}"
+    return message
+
+
+def _complain(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+        print(f"pcdeq: {' '.join(message.split())}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

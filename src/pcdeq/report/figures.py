@@ -1,0 +1,158 @@
+"""Figures of a run: how it learned, how many steps its solves took, and what it gets wrong."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from pcdeq.data import Dataset
+from pcdeq.recipes import find_row
+from pcdeq.training import Evaluation, Run
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+LAYER_COLOURS = (BLUE, ORANGE, GREEN)
+ERROR_ROWS, ERROR_COLUMNS = 3, 4
+
+
+def draw_run(run: Run) -> list[Path]:
+    """Draw the training curves and the steps of the solves into the run folder; return the files.
+
+    >>> import tempfile, pcdeq.training
+    >>> from pcdeq.recipes import TrainConfig
+    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=1, channels=(8,), out=tempfile.mkdtemp())
+    >>> [path.name for path in draw_run(pcdeq.training.train(config, progress="none"))]
+    ['curves.png', 'steps.png']
+    """
+    if not run.metrics:
+        return []
+    return [
+        run.write("curves.png", _png(draw_curves(run))),
+        run.write("steps.png", _png(draw_steps(run))),
+    ]
+
+
+def draw_evaluation(run: Run, evaluation: Evaluation, dataset: Dataset) -> Path:
+    """Draw the confusion matrix and the worst errors into the run folder; return the file."""
+    return run.write(f"errors-{dataset.name}.png", _png(draw_errors(evaluation, dataset)))
+
+
+def draw_curves(run: Run) -> Figure:
+    """Loss and accuracy by epoch, with the paper's accuracy where the run follows a row of it."""
+    metrics, config = run.metrics, run.config
+    epochs = [line.epoch for line in metrics]
+    figure = _figure(8.4, 3.4, f"{config.row} on {config.data}, seed {config.seed}")
+    loss, accuracy = figure.subplots(1, 2)
+    _line(loss, epochs, [line.loss for line in metrics], "training", BLUE)
+    _line(loss, epochs, [line.test_loss for line in metrics], "test", ORANGE)
+    loss.set(ylabel="cross-entropy", yscale="log")
+    loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    loss.yaxis.set_major_formatter("{x:g}")
+    loss.yaxis.set_minor_locator(NullLocator())
+    _line(accuracy, epochs, [line.train_accuracy for line in metrics], "training", BLUE)
+    _line(accuracy, epochs, [line.test_accuracy for line in metrics], "test", ORANGE)
+    if metrics[-1].validation_accuracy is not None:
+        _line(accuracy, epochs, [line.validation_accuracy or 0.0 for line in metrics], "validation", GREEN)
+    row = find_row(config.row, config.data, run.image_shape[0])
+    if row.dataset == config.data and row.accuracy is not None:
+        accuracy.axhline(row.accuracy, color="0.4", linestyle="--", linewidth=1, label=f"paper {row.accuracy} %")
+    accuracy.set(ylabel="accuracy in %")
+    for axes in (loss, accuracy):
+        _finish(axes)
+    return figure
+
+
+def draw_steps(run: Run) -> Figure:
+    """Mean forward and backward steps by epoch, a line per equilibrium layer, and ‖W‖₂ of dense layers."""
+    metrics = run.metrics
+    epochs = [line.epoch for line in metrics]
+    dense = bool(metrics[-1].largest_singular_value)
+    figure = _figure(12.0 if dense else 8.4, 3.4, f"{run.config.row} on {run.config.data}: steps of the solves")
+    forward, backward, *rest = figure.subplots(1, 3 if dense else 2)
+    panels = [(forward, "forward steps", [line.forward_steps for line in metrics])]
+    panels.append((backward, "backward steps", [line.backward_steps for line in metrics]))
+    if dense:
+        panels.append((rest[0], "largest singular value of W", [line.largest_singular_value for line in metrics]))
+    for axes, title, values in panels:
+        count = len(values[0])
+        for layer, colour in zip(range(count), LAYER_COLOURS, strict=False):
+            _line(axes, epochs, [value[layer] for value in values], f"layer {layer + 1}", colour)
+        axes.set(ylabel=title)
+        axes.set_ylim(bottom=0)
+        _finish(axes, legend=count > 1)
+    return figure
+
+
+def draw_errors(evaluation: Evaluation, dataset: Dataset) -> Figure:
+    """The confusion matrix beside the wrong predictions that the network was surest of."""
+    title = f"{dataset.name}: {evaluation.accuracy:.2f} % of {len(evaluation.labels):,} test images"
+    figure = _figure(11.0, 5.2, title)
+    ((left, right),) = figure.subfigures(1, 2, squeeze=False, width_ratios=(1.1, 1))
+    _draw_confusion(left.subplots(), evaluation, dataset.classes)
+    _draw_worst(right, evaluation, dataset)
+    return figure
+
+
+def _draw_confusion(axes: Axes, evaluation: Evaluation, classes: tuple[str, ...]) -> None:
+    counts = evaluation.confusion(len(classes))
+    wrong = counts.float()
+    wrong.fill_diagonal_(0)  # colour shows the errors; the diagonal would outshine them
+    axes.imshow(wrong.numpy(), cmap="Oranges", vmin=0, vmax=max(1.0, float(wrong.max())))
+    if len(classes) <= 20:
+        for i in range(len(classes)):
+            for j in range(len(classes)):
+                if counts[i, j]:
+                    dark = wrong[i, j] > 0.6 * wrong.max()
+                    colour = "0.45" if i == j else "white" if dark else "black"
+                    axes.text(j, i, f"{int(counts[i, j])}", ha="center", va="center", fontsize=8, color=colour)
+        long = max(map(len, classes)) > 2
+        axes.set_xticks(range(len(classes)), classes, rotation=90 if long else 0)
+        axes.set_yticks(range(len(classes)), classes)
+    axes.set(xlabel="predicted", ylabel="true class", title="confusion matrix")
+    axes.title.set_fontsize(10)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _draw_worst(figure: SubFigure, evaluation: Evaluation, dataset: Dataset) -> None:
+    worst = evaluation.worst_errors(ERROR_ROWS * ERROR_COLUMNS).tolist()
+    figure.suptitle("worst errors: true class → prediction" if worst else "no errors", fontsize=10)
+    for position, index in enumerate(worst, start=1):
+        axes = figure.add_subplot(ERROR_ROWS, ERROR_COLUMNS, position)
+        image = dataset.test.images[index].permute(1, 2, 0).squeeze(-1).numpy()
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255)
+        true, guess = (dataset.classes[int(values[index])] for values in (evaluation.labels, evaluation.predictions))
+        axes.set_title(f"{true} → {guess}\n{100 * float(evaluation.confidences[index]):.0f} % sure", fontsize=8)
+        axes.set_axis_off()
+
+
+def _figure(width: float, height: float, title: str) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12))
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _line(axes: Axes, epochs: list[int], values: list[float], label: str, colour: str) -> None:
+    marker = "o" if len(epochs) <= 20 else None
+    axes.plot(epochs, values, label=label, color=colour, marker=marker, markersize=3.5, linewidth=1.6)
+
+
+def _finish(axes: Axes, legend: bool = True) -> None:
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(True, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()

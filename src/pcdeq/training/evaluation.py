@@ -1,0 +1,173 @@
+"""How well a trained network does: on a data set, or on pictures of one's own."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pcdeq.data import Batches, Dataset, Split, load_dataset
+from pcdeq.errors import ConvergenceWarning, UsageError
+from pcdeq.models import Preprocessing, equilibrium_layers
+from pcdeq.training.loading import load
+from pcdeq.training.run import Run, Which
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What a network said about every image of a split.
+
+    >>> labels, predictions = torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0])
+    >>> result = Evaluation(labels, predictions, torch.ones(3), 0.2, (5.0,), unconverged=0, seconds=0.1)
+    >>> round(result.accuracy, 1), result.confusion(2).tolist()
+    (66.7, [[1, 0], [1, 1]])
+    """
+
+    labels: Tensor  # (n,)
+    predictions: Tensor  # (n,)
+    confidences: Tensor  # (n,) the probability given to the prediction
+    loss: float
+    forward_steps: tuple[float, ...]  # a number per equilibrium layer, the mean over batches
+    unconverged: int
+    seconds: float
+
+    @property
+    def correct(self) -> int:
+        """How many images were classified correctly."""
+        return int((self.labels == self.predictions).sum())
+
+    @property
+    def accuracy(self) -> float:
+        """In percent."""
+        return 100 * self.correct / max(1, len(self.labels))
+
+    def confusion(self, num_classes: int) -> Tensor:
+        """How often class i (row) was called class j (column)."""
+        pairs = self.labels * num_classes + self.predictions
+        return pairs.bincount(minlength=num_classes**2).reshape(num_classes, num_classes)
+
+    def worst_errors(self, count: int) -> Tensor:
+        """Positions of the wrong predictions that the network was surest of, worst first."""
+        wrong = (self.labels != self.predictions).nonzero()[:, 0]
+        return wrong[self.confidences[wrong].argsort(descending=True)][:count]
+
+
+@torch.inference_mode()
+def measure(network: nn.Module, batches: Batches) -> Evaluation:
+    """Run a network over batches, in evaluation mode, and leave it in the mode it was in."""
+    start = time.perf_counter()
+    layers = equilibrium_layers(network)
+    was_training = network.training
+    network.eval()
+    labels, predictions, confidences, losses = [], [], [], []
+    steps = [0] * len(layers)
+    unconverged = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # counted instead
+        for images, truth in batches:
+            if not len(truth):
+                continue  # this process has no part in the last batch
+            logits = network(images).float()
+            confidence, prediction = logits.softmax(1).max(1)
+            labels.append(truth)
+            predictions.append(prediction)
+            confidences.append(confidence)
+            losses.append(F.cross_entropy(logits, truth, reduction="sum"))
+            for i, layer in enumerate(layers):
+                if layer.last_forward is not None:
+                    steps[i] += layer.last_forward.steps
+                    unconverged += layer.last_forward.unconverged
+    network.train(was_training)
+    return Evaluation(
+        labels=_join(labels, torch.int64),
+        predictions=_join(predictions, torch.int64),
+        confidences=_join(confidences, torch.float32),
+        loss=sum(float(loss) for loss in losses) / max(1, sum(map(len, labels))),
+        forward_steps=tuple(total / max(1, len(losses)) for total in steps),
+        unconverged=unconverged,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _join(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=dtype)
+
+
+def evaluate(
+    run: str | os.PathLike[str] | Run,
+    data: str | None = None,
+    *,
+    checkpoint: Which = "last",
+    device: Device = "auto",
+    batch_size: int = EVALUATION_BATCH,
+    data_dir: Path | None = None,
+    quiet: bool = False,
+) -> tuple[Evaluation, Dataset]:
+    """Test a run's network on the test images of its data set, or of another of the same shape.
+
+    Returns the data set too, for pictures of the errors.
+
+    >>> import tempfile, pcdeq.training
+    >>> from pcdeq.recipes import TrainConfig
+    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=1, channels=(8,), out=tempfile.mkdtemp())
+    >>> run = pcdeq.training.train(config, progress="none")
+    >>> evaluation, dataset = evaluate(run)
+    >>> evaluation.accuracy == run.accuracy, evaluation.unconverged, dataset.name
+    (True, 0, 'mnist-mini')
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    dataset = load_dataset(data or run.config.data, data_dir=data_dir or run.config.data_dir, quiet=quiet)
+    if dataset.image_shape != run.image_shape or dataset.num_classes != len(run.preprocessing.classes):
+        raise UsageError(
+            f"{run.path} was trained on {len(run.preprocessing.classes)} classes of {_size(run.image_shape)} images; "
+            f"{dataset.name} has {dataset.num_classes} classes of {_size(dataset.image_shape)}"
+        )
+    network = load(run, checkpoint)
+    where = pick_device(device)
+    batches = ordered_batches(dataset.test, run.preprocessing, batch_size, where)
+    return measure(network.to(where), batches), dataset
+
+
+def ordered_batches(
+    split: Split,
+    preprocessing: Preprocessing,
+    batch_size: int,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Batches:
+    """A split in order, normalised as in training and never augmented."""
+    return Batches(
+        split,
+        batch_size,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        channels_last=True,
+    )
+
+
+def pick_device(name: Device) -> torch.device:
+    """The device of this name, or the best there is; `UsageError` if this machine has none such."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    if not available[name]:
+        raise UsageError(f"this machine has no {name} device; use --device auto")
+    return torch.device(name)
+
+
+def _size(image_shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, image_shape))

@@ -1,0 +1,55 @@
+"""From a configuration or a run folder to a network."""
+
+from __future__ import annotations
+
+import os
+
+from pcdeq.errors import DataError
+from pcdeq.models import Network, Preprocessing, build, equilibrium_layers
+from pcdeq.recipes import ImageShape, ResolvedConfig
+from pcdeq.solvers import Anderson, Picard
+from pcdeq.training.run import Run, Which
+
+_SOLVERS = {"default": None, "paper": Picard(stop="batch"), "picard": Picard(), "anderson": Anderson()}
+
+
+def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing: Preprocessing) -> Network:
+    """The untrained network that a configuration describes."""
+    network = build(
+        config.row,
+        config.data,
+        image_shape=image_shape,
+        num_classes=len(preprocessing.classes),
+        channels=config.channels,
+        solver=_SOLVERS[config.solver],
+    )
+    network.preprocessing = preprocessing
+    given = {"tol": config.tol, "max_steps": config.max_steps}
+    changes = {name: value for name, value in given.items() if value is not None}
+    for layer in equilibrium_layers(network):
+        layer.solver = layer.solver.with_options(**changes)
+        layer.adjoint_solver = layer.adjoint_solver.with_options(**changes)
+    return network
+
+
+def load(run: str | os.PathLike[str] | Run, checkpoint: Which = "last") -> Network:
+    """The trained network of a run, in evaluation mode.
+
+    Its ``preprocessing`` turns uint8 images into its input and names its classes:
+
+    >>> import tempfile, torch, pcdeq.training
+    >>> from pcdeq.recipes import TrainConfig
+    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=1, channels=(8,), out=tempfile.mkdtemp())
+    >>> run = pcdeq.training.train(config, progress="none")
+    >>> model = load(run)  # or load("runs/...")
+    >>> images = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
+    >>> model(model.preprocessing(images)).shape, model.preprocessing.classes[:3]
+    (torch.Size([2, 10]), ('0', '1', '2'))
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    network = make_network(run.config, run.image_shape, run.preprocessing)
+    try:
+        network.load_state_dict(run.load_weights(checkpoint))
+    except RuntimeError as error:
+        raise DataError(f"the weights in {run.path} do not fit its configuration: {error}") from error
+    return network.eval()

@@ -1,0 +1,276 @@
+"""The training loop, on Accelerate.
+
+``batch_size`` counts the images of one optimiser step, whatever they are split into: processes
+(``torchrun --nproc-per-node=2 -m pcdeq train ...``) and parts (``accumulate``) only share the work. Each
+part's loss is weighted by its images, so the gradient is that of the whole batch, also for the last,
+smaller one. What does depend on the split is batch norm, whose statistics are of the part at hand.
+
+Every epoch starts from its own seed, which together with `Checkpoint` makes a resumed run continue
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pcdeq.data import Batches
+from pcdeq.errors import ConvergenceWarning, PcdeqError, UsageError
+from pcdeq.layers import PcDEQLinear
+from pcdeq.models import equilibrium_layers
+from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
+from pcdeq.training.evaluation import Device, measure
+from pcdeq.training.optim import learning_rate
+from pcdeq.training.progress import Display, ProgressKind, Silence, make_display
+from pcdeq.training.run import EpochMetrics, Run
+from pcdeq.training.session import Session, open_session, seed_everything
+from pcdeq.training.tally import Tally
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during training; the run keeps its last complete epoch."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"interrupted; continue with `{run.resume_command}`")
+        self.run = run
+
+
+def train(config: TrainConfig | None = None, *, progress: ProgressKind = "auto") -> Run:
+    """Train a network and return its run folder, which holds everything.
+
+    >>> import tempfile
+    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=1, channels=(16,), out=tempfile.mkdtemp())
+    >>> run = train(config, progress="none")
+    >>> run.accuracy > 50, len(run.metrics)
+    (True, 1)
+    """
+    session = open_session(config or TrainConfig(), quiet=progress in ("json", "none"))
+    path = ""
+    if session.accelerator.is_main_process:
+        path = str(Run.create(session.config, session.preprocessing, session.network.image_shape).path)
+    return _fit(session, Run.open(session.share(path)), epochs_done=0, best=None, progress=progress)
+
+
+def resume(
+    run: str | os.PathLike[str] | Run,
+    *,
+    epochs: int | None = None,
+    device: Device | None = None,
+    data_dir: Path | None = None,
+    progress: ProgressKind = "auto",
+) -> Run:
+    """Go on with a run from its last complete epoch, as if it had never stopped.
+
+    >>> import tempfile
+    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=1, channels=(16,), out=tempfile.mkdtemp())
+    >>> run = train(config, progress="none")
+    >>> len(resume(run, epochs=2, progress="none").metrics)
+    2
+
+    Args:
+        epochs: train up to this epoch instead of the planned one.
+        device: move to another device; results then agree only up to rounding.
+        data_dir: where the data are now.
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    config = run.config
+    if epochs not in (None, config.epochs) and config.schedule == "one-cycle":
+        raise UsageError(f"the one-cycle rate was planned for {config.epochs} epochs; they cannot be changed")
+    changes = {"epochs": epochs, "device": device, "data_dir": data_dir}
+    config = replace(config, **{name: value for name, value in changes.items() if value is not None})
+    session = open_session(config, run, quiet=progress in ("json", "none"))
+    done, best = 0, None
+    if run.has("last"):
+        checkpoint = run.load("last")
+        session.restore(checkpoint)
+        done, best = checkpoint.epoch, checkpoint.best_accuracy
+    if epochs is not None and epochs < done:
+        raise UsageError(f"{run.path} has {done} epochs already; epochs must be at least that, got {epochs}")
+    return _fit(session, run, done, best, progress)
+
+
+def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progress: ProgressKind) -> Run:
+    """Train the epochs that are left, saving each."""
+    config, main = session.config, session.accelerator.is_main_process
+    display = make_display(progress, config) if main else Silence()
+    images = session.train_images
+    try:
+        with run.alone() if main else nullcontext(), _settings(config):
+            if main:
+                run = run.rewind(config, epochs_done)
+            display.start(_headline(session, run), images * config.epochs, images * epochs_done)
+            _start_tracker(session, run)
+            for epoch in range(epochs_done + 1, config.epochs + 1):
+                metrics = _run_epoch(session, epoch, display)
+                score = metrics.validation_accuracy
+                improved = score is not None and (best is None or score > best)
+                best = score if improved else best
+                if main:  # the line before the checkpoint: resuming drops a line too many, but cannot invent one
+                    run.append_metrics(metrics)
+                    if improved:
+                        run.save("best", session.checkpoint(epoch, best))
+                    run.save("last", session.checkpoint(epoch, best))
+                session.accelerator.log(_for_tracker(metrics), step=epoch)
+                display.epoch(metrics)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(run) from stop
+    finally:
+        display.stop()
+        session.accelerator.end_training()
+    return run
+
+
+def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
+    """Train for one epoch and test the result."""
+    start = time.perf_counter()
+    tally = _train_epoch(session, epoch, display)
+    loss, hits, images, solves, unconverged, *steps = session.total(tally.sums())
+    forward, backward = steps[: len(tally.layers)], steps[len(tally.layers) :]
+    if not math.isfinite(loss):
+        raise PcdeqError(
+            f"the loss became {loss} in epoch {epoch}: lower lr, now {session.config.lr:g}; "
+            "the epochs before it are kept in the run folder"
+        )
+    trained = time.perf_counter()
+    session.share_buffers()
+    test_loss, test_accuracy = _evaluate(session, session.test)
+    validation = None if session.validation is None else _evaluate(session, session.validation)[1]
+    dense = [layer for layer in tally.layers if isinstance(layer, PcDEQLinear)]
+    return EpochMetrics(
+        epoch=epoch,
+        loss=loss / images,
+        train_accuracy=100 * hits / images,
+        test_loss=test_loss,
+        test_accuracy=test_accuracy,
+        validation_accuracy=validation,
+        learning_rate=session.optimizer.param_groups[0]["lr"],
+        forward_steps=tuple(total / solves for total in forward),
+        backward_steps=tuple(total / solves for total in backward),
+        unconverged=int(unconverged),
+        largest_singular_value=tuple(map(_largest_singular_value, dense)),
+        seconds=trained - start,
+        test_seconds=time.perf_counter() - trained,
+    )
+
+
+def _train_epoch(session: Session, epoch: int, display: Display) -> Tally:
+    """One pass over the training images."""
+    config, accelerator = session.config, session.accelerator
+    seed_everything(config.seed, epoch, accelerator.process_index)
+    session.model.train()
+    session.train.set_epoch(epoch)
+    tally = Tally(equilibrium_layers(session.network))
+    for step, (images, labels) in enumerate(session.train):
+        batch_images = min(config.batch_size, session.train_images - step * config.batch_size)
+        if batch_images < 2 * accelerator.num_processes:
+            break  # a last batch of a single image has no batch statistics
+        for group in session.optimizer.param_groups:
+            group["lr"] = learning_rate(config, epoch - 1 + step / len(session.train))
+        add_gradients(accelerator, session.model, images, labels, batch_images, config.accumulate, tally)
+        session.step()
+        if display.due():
+            done = (epoch - 1) * session.train_images + step * config.batch_size + batch_images
+            display.step(done, *tally.recent())
+    return tally
+
+
+def add_gradients(
+    accelerator: Accelerator,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    batch_images: int,
+    parts: int,
+    tally: Tally,
+) -> None:
+    """Add the gradient of the mean loss over a batch of which this process has a share.
+
+    ``batch_images`` counts the images of all processes. Their gradients are averaged, so a sum of
+    losses times (processes / images) becomes the mean over the batch, however uneven the shares.
+    """
+    weight = accelerator.num_processes / batch_images
+    share = batch_images // accelerator.num_processes
+    parts = max(1, min(parts, share // 2))  # the last batch may be too small for so many
+    pieces = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
+    for number, (some_images, some_labels) in enumerate(pieces, start=1):
+        with nullcontext() if number == parts else accelerator.no_sync(model):
+            logits = model(some_images)
+            loss = F.cross_entropy(logits, some_labels, reduction="sum")
+            weighted = loss * weight
+            # Accelerate's own `backward` would look for a package on the disk at every step.
+            (weighted if accelerator.scaler is None else accelerator.scaler.scale(weighted)).backward()
+        tally.add(loss.detach(), (logits.detach().argmax(1) == some_labels).sum(), len(some_labels))
+
+
+def _evaluate(session: Session, batches: Batches) -> tuple[float, float]:
+    """Loss and accuracy in percent, over all processes."""
+    part = measure(session.network, batches)
+    images = len(part.labels)
+    loss, correct, images = session.total([part.loss * images, part.correct, images])
+    return loss / images, 100 * correct / images
+
+
+@torch.no_grad()
+def _largest_singular_value(layer: PcDEQLinear) -> float:
+    return float(torch.linalg.matrix_norm(layer.operator.effective_weight(), ord=2))
+
+
+@contextmanager
+def _settings(config: ResolvedConfig) -> Iterator[None]:
+    """Process-wide settings for the time of training."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it
+    torch.use_deterministic_algorithms(before or config.deterministic)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # counted in the metrics instead
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _headline(session: Session, run: Run) -> list[str]:
+    """What is trained on what, for people."""
+    config, network = session.config, session.network
+    row = find_row(config.row, config.data, network.image_shape[0])
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    lines = [
+        f"{config.row}: {type(network).__name__} network, {row.activation}, {parameters:,} parameters, "
+        f"on {session.accelerator.device.type}",
+        session.data_line,
+        f"run folder {run.path}",
+    ]
+    if row.dataset != config.data and config.row != "demo":
+        lines.insert(1, f"the paper has no such row for {config.data}: hyperparameters of its {row.dataset} row")
+    return lines
+
+
+def _start_tracker(session: Session, run: Run) -> None:
+    if session.config.tracker is None:
+        return
+    settings = {k: v if isinstance(v, int | float | str) else str(v) for k, v in session.config.to_dict().items()}
+    session.accelerator.project_configuration.logging_dir = str(run.path)
+    session.accelerator.init_trackers(session.config.tracker, config=settings)
+
+
+def _for_tracker(metrics: EpochMetrics) -> dict[str, float]:
+    """Numbers by name; those per layer are numbered."""
+    flat: dict[str, float] = {}
+    for name, value in asdict(metrics).items():
+        if isinstance(value, tuple):
+            flat |= {f"{name}/{number}": item for number, item in enumerate(value, start=1)}
+        elif value is not None and name != "epoch":
+            flat[name] = value
+    return flat

@@ -1,0 +1,158 @@
+"""What a person, a log file or a program sees while a network trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Literal, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pcdeq.recipes import ResolvedConfig
+from pcdeq.training.run import EpochMetrics
+
+ProgressKind = Literal["auto", "bar", "lines", "json", "none"]
+REFRESH_SECONDS = 0.15  # reading a loss waits for the device, so not at every step
+
+
+class Display(Protocol):
+    """Where training reports to."""
+
+    def start(self, text: list[str], total_images: int, images_done: int) -> None:
+        """Training begins; ``text`` says what is trained on what."""
+
+    def due(self) -> bool:
+        """Whether it is time for `step` again."""
+        ...
+
+    def step(self, images_done: int, loss: float, accuracy: float, steps: float) -> None:
+        """Some batches are done; ``steps`` is the mean number of forward steps just now."""
+
+    def epoch(self, metrics: EpochMetrics) -> None:
+        """An epoch is done and saved."""
+
+    def stop(self) -> None:
+        """Training has ended, well or not."""
+
+
+class Silence:
+    """Shows nothing."""
+
+    def start(self, text: list[str], total_images: int, images_done: int) -> None:
+        pass
+
+    def due(self) -> bool:
+        return False
+
+    def step(self, images_done: int, loss: float, accuracy: float, steps: float) -> None:
+        pass
+
+    def epoch(self, metrics: EpochMetrics) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class JsonLines(Silence):
+    """One JSON object per epoch on standard output: the lines of ``metrics.jsonl``."""
+
+    def epoch(self, metrics: EpochMetrics) -> None:
+        print(json.dumps(asdict(metrics)), flush=True)
+
+
+class Lines(Silence):
+    """A plain line per epoch, for logs."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.epochs = config.epochs
+
+    def start(self, text: list[str], total_images: int, images_done: int) -> None:
+        print("\n".join(text), flush=True)
+
+    def epoch(self, metrics: EpochMetrics) -> None:
+        print(describe_epoch(metrics, self.epochs), flush=True)
+
+
+class Bar(Silence):
+    """A bar over the whole run, with a line above it for each epoch done."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.epochs = config.epochs
+        self.progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=Console(highlight=False),
+            speed_estimate_period=60,
+            transient=True,
+        )
+        self.last_refresh = 0.0
+        self.first: tuple[float, int] = (0.0, 0)
+
+    def start(self, text: list[str], total_images: int, images_done: int) -> None:
+        self.progress.console.print("\n".join(text), highlight=False)
+        self.per_epoch = total_images // self.epochs
+        self.first = (time.monotonic(), images_done)
+        self.task = self.progress.add_task(
+            "", total=total_images, completed=images_done, epoch=self._epoch(images_done), numbers=""
+        )
+        self.progress.start()
+
+    def due(self) -> bool:
+        return time.monotonic() - self.last_refresh > REFRESH_SECONDS
+
+    def step(self, images_done: int, loss: float, accuracy: float, steps: float) -> None:
+        self.last_refresh = time.monotonic()
+        start, at_start = self.first
+        speed = (images_done - at_start) / max(1e-9, self.last_refresh - start)
+        numbers = f"loss {loss:.3f}  accuracy {accuracy:.1f} %  {steps:.0f} steps  {speed:,.0f} images/s"
+        self.progress.update(self.task, completed=images_done, epoch=self._epoch(images_done), numbers=numbers)
+
+    def epoch(self, metrics: EpochMetrics) -> None:
+        self.progress.console.print(describe_epoch(metrics, self.epochs), highlight=False)
+
+    def stop(self) -> None:
+        self.progress.stop()
+
+    def _epoch(self, images_done: int) -> str:
+        return f"{min(self.epochs, images_done // self.per_epoch + 1)}/{self.epochs}"
+
+
+def make_display(kind: ProgressKind, config: ResolvedConfig) -> Display:
+    """The display of this kind; ``auto`` draws a bar on a terminal and prints lines elsewhere."""
+    if kind == "auto":
+        kind = "bar" if sys.stdout.isatty() else "lines"
+    if kind == "bar":
+        return Bar(config)
+    if kind == "lines":
+        return Lines(config)
+    return JsonLines() if kind == "json" else Silence()
+
+
+def describe_epoch(metrics: EpochMetrics, epochs: int) -> str:
+    """One line for people about one epoch."""
+    width = len(str(epochs))
+    parts = [
+        f"epoch {metrics.epoch:>{width}}/{epochs}",
+        f"loss {metrics.loss:.4f}",
+        f"train {metrics.train_accuracy:.2f} %",
+        f"test {metrics.test_accuracy:.2f} %",
+        f"steps {mean(metrics.forward_steps):.1f} forward {mean(metrics.backward_steps):.1f} backward",
+        f"{metrics.seconds:.1f} s",
+    ]
+    if metrics.validation_accuracy is not None:
+        parts.insert(3, f"validation {metrics.validation_accuracy:.2f} %")
+    if metrics.unconverged:
+        parts.append(f"{metrics.unconverged:,} solves did not converge")
+    return "  ".join(parts)
+
+
+def mean(values: tuple[float, ...]) -> float:
+    """The average over a network's equilibrium layers, as the paper plots it."""
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,345 @@
+"""The run folder: it describes itself, and no crash leaves it half-written.
+
+    config.json     the resolved configuration, the data's normalisation, versions, git commit
+    metrics.jsonl   a line per epoch
+    last/           model.safetensors and training.pt, both of the last complete epoch
+    best/           the same for the epoch with the best validation accuracy, if there is a validation split
+
+A file is written under another name, flushed to the disk and renamed. A checkpoint is two files that
+belong together, so a whole folder is made under another name and then takes the old one's place.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from pcdeq.errors import DataError, PcdeqError, UsageError
+from pcdeq.models import Preprocessing
+from pcdeq.recipes import ImageShape, ResolvedConfig, TrainConfig
+from pcdeq.training.environment import describe_environment
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+RUNS = Path("runs")
+Which = Literal["last", "best"]
+
+
+@dataclass(frozen=True)
+class EpochMetrics:
+    """One line of ``metrics.jsonl``; accuracies in percent, steps as the mean over all solves of the epoch."""
+
+    epoch: int
+    loss: float
+    train_accuracy: float
+    test_loss: float
+    test_accuracy: float
+    validation_accuracy: float | None
+    learning_rate: float
+    forward_steps: tuple[float, ...]  # a number per equilibrium layer
+    backward_steps: tuple[float, ...]
+    unconverged: int  # samples, over all layers and both directions
+    largest_singular_value: tuple[float, ...]  # of W, for the dense layers
+    seconds: float
+    test_seconds: float
+
+    @classmethod
+    def from_json(cls, line: str) -> EpochMetrics:
+        """The inverse of writing it."""
+        values: dict[str, Any] = json.loads(line)
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of training after ``epoch`` epochs.
+
+    Order, augmentation and random numbers are functions of the seed and the epoch, and the learning
+    rate is a function of progress, so none of them is state.
+    """
+
+    epoch: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any] | None = None
+    best_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run on disk.
+
+    >>> from pcdeq.training.run import Run
+    >>> Run.open("no/such/folder")
+    Traceback (most recent call last):
+    ...
+    pcdeq.errors.UsageError: no/such/folder is not a run folder (it has no config.json); see `pcdeq list runs`
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: ResolvedConfig, preprocessing: Preprocessing, image_shape: ImageShape) -> Run:
+        """Make a new folder and describe the run in it; never touches the folder of another run."""
+        description = {
+            "config": config.to_dict(),
+            "data": {"image_shape": image_shape, **asdict(preprocessing)},
+            **describe_environment(),
+        }
+        try:
+            run = cls(_new_folder(config))
+            _write_file(run.path / "config.json", _to_json(description))
+            _write_file(run.path / "metrics.jsonl", b"")
+        except OSError as error:
+            raise PcdeqError(f"could not create the run folder: {error}") from error
+        return run
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Run:
+        """An existing run folder."""
+        run = cls(Path(path))
+        if not (run.path / "config.json").is_file():
+            raise UsageError(f"{path} is not a run folder (it has no config.json); see `pcdeq list runs`")
+        return run
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """The whole of ``config.json``."""
+        path = self.path / "config.json"
+        try:
+            description = json.loads(path.read_text(encoding="utf-8"))
+            return {**description, "config": dict(description["config"]), "data": dict(description["data"])}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} cannot be read as a run's configuration: {error!r}") from error
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The resolved configuration."""
+        return TrainConfig.from_dict(self.description["config"]).resolve(self.image_shape)
+
+    @property
+    def image_shape(self) -> ImageShape:
+        """Channels, height and width of the images it was trained on."""
+        channels, height, width = self.description["data"]["image_shape"]
+        return channels, height, width
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How the images were normalised, and the names of the classes."""
+        data = self.description["data"]
+        return Preprocessing(tuple(data["mean"]), tuple(data["std"]), tuple(data["classes"]))
+
+    @property
+    def metrics(self) -> list[EpochMetrics]:
+        """The complete lines of ``metrics.jsonl``; a line torn by a crash does not count."""
+        path = self.path / "metrics.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is torn
+            return [EpochMetrics.from_json(line) for line in lines]
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy after the last epoch, in percent; what we report."""
+        metrics = self.metrics
+        return metrics[-1].test_accuracy if metrics else None
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to go on with this run."""
+        return f"pcdeq train --resume {self.path}"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from training this run at the same time; the system forgets it with the process."""
+        if fcntl is None:
+            yield
+            return
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise UsageError(f"{self.path} is being trained by another process") from error
+        finally:
+            os.close(folder)
+
+    def rewind(self, config: ResolvedConfig, epoch: int) -> Run:
+        """Go back to after ``epoch``, the last with a checkpoint, with what changed in the configuration.
+
+        Drops the metrics of later epochs and any torn line; the environment of the start stays on record.
+        """
+        self.write("config.json", _to_json({**self.description, "config": config.to_dict()}))
+        kept = [json.dumps(asdict(line)) + "\n" for line in self.metrics if line.epoch <= epoch]
+        self.write("metrics.jsonl", "".join(kept).encode())
+        return Run(self.path)
+
+    def write(self, name: str, content: bytes) -> Path:
+        """Put a file into the folder, whole or not at all; return its path."""
+        with self._saving():
+            _write_file(self.path / name, content)
+        return self.path / name
+
+    def append_metrics(self, metrics: EpochMetrics) -> None:
+        """Add a line, on the disk when this returns."""
+        line = json.dumps(asdict(metrics), allow_nan=False) + "\n"
+        with self._saving(), (self.path / "metrics.jsonl").open("ab") as file:
+            _write_through(file, line.encode())
+
+    def save(self, which: Which, checkpoint: Checkpoint) -> None:
+        """Replace a checkpoint; until the new one is complete on the disk, the old one stands."""
+        weights = {name: tensor.contiguous() for name, tensor in checkpoint.model.items()}
+        state = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint) if item.name != "model"}
+        training = io.BytesIO()
+        torch.save(state, training)
+        metadata = {"format": "pt", "epoch": str(checkpoint.epoch)}
+        with self._saving():
+            _replace_folder(
+                self.path / which,
+                {
+                    "model.safetensors": save_safetensors(weights, metadata),
+                    "training.pt": training.getvalue(),
+                },
+            )
+
+    def load_weights(self, which: Which = "last") -> dict[str, Tensor]:
+        """The network's parameters and buffers."""
+        path = self._find(which) / "model.safetensors"
+        try:
+            return load_safetensors(path.read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+    def load(self, which: Which = "last") -> Checkpoint:
+        """A whole checkpoint; nothing in the file can run code."""
+        path = self._find(which) / "training.pt"
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            return Checkpoint(model=self.load_weights(which), **state)
+        except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+    def has(self, which: Which) -> bool:
+        """Whether there is such a checkpoint."""
+        return (self.path / which).is_dir() or _aside(self.path / which).is_dir()
+
+    def _find(self, which: Which) -> Path:
+        if not self.has(which):
+            reason = "it is kept only with --validation" if which == "best" else "no epoch was completed"
+            raise UsageError(f"{self.path} has no checkpoint '{which}': {reason}")
+        # A crash between the two renames of _replace_folder leaves only the old folder.
+        path = self.path / which
+        return path if path.is_dir() else _aside(path)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PcdeqError(
+                f"could not write to {self.path}: {error.strerror or error}; the last complete state is intact: "
+                f"make room, then `{self.resume_command}`"
+            ) from error
+
+
+def find_runs(folder: Path = RUNS) -> list[Run]:
+    """The runs in a folder, by name."""
+    return [Run(path.parent) for path in sorted(folder.glob("*/config.json"))]
+
+
+def _new_folder(config: ResolvedConfig) -> Path:
+    if config.out is not None:
+        if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+            raise UsageError(
+                f"{config.out} exists and is not empty; choose another --out, or continue the run in it "
+                f"with `pcdeq train --resume {config.out}`"
+            )
+        config.out.mkdir(parents=True, exist_ok=True)
+        return config.out
+    name = f"{config.row}-{Path(config.data).stem}-seed{config.seed}"
+    number = 1
+    while True:
+        path = RUNS / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)  # of two processes that try at once, one succeeds
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _to_json(value: object) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Write a file so that there is either the old one or the new one, whatever happens."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            _write_through(file, content)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    temporary.replace(path)
+    _flush_folder(path.parent)
+
+
+def _replace_folder(path: Path, files: dict[str, bytes]) -> None:
+    """The same for a folder of files; a non-empty folder cannot be renamed over, so the old one steps aside."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        for name, content in files.items():
+            with (temporary / name).open("wb") as file:
+                _write_through(file, content)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _flush_folder(temporary)
+    if path.exists():
+        shutil.rmtree(_aside(path), ignore_errors=True)
+        path.replace(_aside(path))
+    temporary.replace(path)
+    _flush_folder(path.parent)
+    shutil.rmtree(_aside(path), ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _write_through(file: io.BufferedWriter | io.BufferedIOBase, content: bytes) -> None:
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    """Make renames in a folder last through a power cut, where the system lets folders be opened."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

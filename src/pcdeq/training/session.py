@@ -1,0 +1,201 @@
+"""Everything in memory that training needs, set up once from a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import broadcast_object_list, set_seed
+from torch import nn
+from torch.optim import Optimizer
+
+from pcdeq.data import Batches, Split, dataset_names, load_dataset, split_validation
+from pcdeq.errors import DataError, UsageError
+from pcdeq.models import Network, Preprocessing
+from pcdeq.operators import project_
+from pcdeq.recipes import ResolvedConfig, TrainConfig
+from pcdeq.training.evaluation import EVALUATION_BATCH, ordered_batches, pick_device
+from pcdeq.training.loading import make_network
+from pcdeq.training.optim import make_optimizer
+from pcdeq.training.run import Checkpoint, Run
+
+
+@dataclass(frozen=True)
+class Session:
+    """A network, its optimiser and its data, placed on their device."""
+
+    config: ResolvedConfig
+    accelerator: Accelerator
+    network: Network  # the plain module
+    model: nn.Module  # the same, as Accelerate wraps it for processes and precision
+    optimizer: Optimizer
+    train: Batches
+    test: Batches
+    validation: Batches | None
+    train_images: int
+    data_line: str  # what the data are, for people
+
+    def step(self) -> None:
+        """Move the weights along the gradients, project them, and forget the gradients."""
+        scaler = self.accelerator.scaler  # of fp16 gradients
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+        project_(self.network)
+        self.optimizer.zero_grad()
+
+    def checkpoint(self, epoch: int, best_accuracy: float | None) -> Checkpoint:
+        """The state of training, to be saved."""
+        scaler = self.accelerator.scaler
+        return Checkpoint(
+            epoch=epoch,
+            model=self.network.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            scaler=None if scaler is None else scaler.state_dict(),
+            best_accuracy=best_accuracy,
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go back to a saved state."""
+        try:
+            self.network.load_state_dict(checkpoint.model)
+            self.optimizer.load_state_dict(checkpoint.optimizer)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise DataError(f"the checkpoint does not fit the run's configuration: {error}") from error
+        if self.accelerator.scaler is not None and checkpoint.scaler is not None:
+            self.accelerator.scaler.load_state_dict(checkpoint.scaler)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How the images are normalised, and the names of the classes."""
+        assert self.network.preprocessing is not None  # make_network sets it
+        return self.network.preprocessing
+
+    def share(self, value: str) -> str:
+        """The main process's value, on every process."""
+        box = [value]
+        broadcast_object_list(box)
+        return box[0]
+
+    def share_buffers(self) -> None:
+        """Give every process the main one's batch statistics, so that all evaluate the same network."""
+        if self.accelerator.num_processes > 1:
+            for buffer in self.network.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def total(self, values: list[float]) -> list[float]:
+        """Sums over all processes."""
+        if self.accelerator.num_processes == 1:
+            return values
+        summed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        torch.distributed.all_reduce(summed)
+        return summed.tolist()
+
+
+def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = False) -> Session:
+    """Load the data and build the network, anew or as ``run`` describes it."""
+    accelerator = make_accelerator(config)
+    with accelerator.main_process_first():  # one process downloads, the others find the files
+        quiet = quiet or not accelerator.is_main_process
+        dataset = load_dataset(config.data, data_dir=config.data_dir, quiet=quiet)
+    resolved = _anchored(config).resolve(dataset.image_shape)
+    preprocessing = Preprocessing(dataset.mean, dataset.std, dataset.classes)
+    if run is not None:
+        if (run.image_shape, run.preprocessing.classes) != (dataset.image_shape, dataset.classes):
+            raise DataError(f"{config.data} has changed since {run.path} was started: other sizes or classes")
+        preprocessing = run.preprocessing
+    train, held_out = dataset.train, None
+    if config.validation:
+        train, held_out = split_validation(train, config.validation, seed=config.seed)
+    _check_batch_size(resolved, accelerator.num_processes, len(train))
+    seed_everything(config.seed, epoch=0)
+    network = make_network(resolved, dataset.image_shape, preprocessing)
+    model = accelerator.prepare(network)
+    return Session(
+        config=resolved,
+        accelerator=accelerator,
+        network=network,
+        model=model,
+        optimizer=make_optimizer(resolved, network, accelerator.device),
+        train=_training_batches(train, resolved, preprocessing, accelerator),
+        test=_ordered(dataset.test, preprocessing, accelerator),
+        validation=None if held_out is None else _ordered(held_out, preprocessing, accelerator),
+        train_images=len(train),
+        data_line=dataset.describe(),
+    )
+
+
+def seed_everything(seed: int, epoch: int, rank: int = 0) -> None:
+    """Start all random numbers anew, so that none of them has a past that a checkpoint would have to keep."""
+    set_seed(int(np.random.SeedSequence((seed, epoch, rank)).generate_state(1)[0]))
+
+
+def _anchored(config: TrainConfig) -> TrainConfig:
+    """With absolute paths, so that the run can be evaluated and resumed from anywhere."""
+    own = config.data not in dataset_names()
+    return replace(
+        config,
+        data=str(Path(config.data).expanduser().resolve()) if own else config.data,
+        data_dir=config.data_dir and config.data_dir.expanduser().resolve(),
+    )
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Accelerate's view of the devices, processes, precision and trackers asked for."""
+    device = pick_device(config.device)
+    trackers = [str(tracker) for tracker in get_available_trackers()]
+    if config.tracker is not None and config.tracker not in trackers:
+        known = "is not installed" if config.tracker in LOGGER_TYPE_TO_CLASS else "is unknown"
+        raise UsageError(f"tracker {config.tracker!r} {known}; installed: {', '.join(trackers) or 'none'}")
+    # Accelerate keeps its settings for the life of the process; a second run may want others.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        return Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision={"fp32": "no"}.get(config.precision, config.precision),
+            log_with=config.tracker,
+            project_dir="." if config.tracker else None,  # the run folder, once there is one
+        )
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"precision {config.precision} or tracker {config.tracker}: {error}") from error
+
+
+def _check_batch_size(config: ResolvedConfig, processes: int, images: int) -> None:
+    least = 2 * config.accumulate * processes
+    if min(config.batch_size, images) < least:
+        raise UsageError(
+            f"{processes} process(es) x {config.accumulate} part(s) of a batch need 2 images each for batch norm, "
+            f"so at least {least}; batch_size is {config.batch_size}, training images {images}"
+        )
+
+
+def _training_batches(
+    split: Split, config: ResolvedConfig, preprocessing: Preprocessing, accelerator: Accelerator
+) -> Batches:
+    return Batches(
+        split,
+        config.batch_size,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        device=accelerator.device,
+        shuffle=True,
+        augment=config.augment,
+        flip=config.flip,
+        seed=config.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        channels_last=True,
+    )
+
+
+def _ordered(split: Split, preprocessing: Preprocessing, accelerator: Accelerator) -> Batches:
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    batch_size = max(EVALUATION_BATCH, world_size)
+    return ordered_batches(split, preprocessing, batch_size, accelerator.device, rank, world_size)

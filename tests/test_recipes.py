@@ -1,0 +1,158 @@
+"""The paper's tables, and the configuration of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pcdeq.errors import UsageError
+from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row, paper_dataset, rows
+
+
+class TestRows:
+    def test_every_row_of_the_paper_is_there(self):
+        counts = {data: len(rows(data)) for data in ("mnist", "svhn", "cifar10")}
+        assert counts == {"mnist": 17, "svhn": 12, "cifar10": 20}
+        assert len(rows()) == 49
+        assert sum(row.topology is not None for row in rows()) == 32
+        assert len({(row.dataset, row.name) for row in rows()}) == 49
+
+    @pytest.mark.parametrize(
+        ("data", "name", "accuracy", "parameters", "channels", "epochs", "lr", "lr_step", "weight_decay"),
+        [
+            ("mnist", "pcdeq-1-l-tanh", 98.2, 70410, (80,), 40, 1e-3, 30, 0.02),
+            ("mnist", "pcdeq-2-sc-sigmoid", 98.9, 69136, (82,), 40, 2e-4, 30, 0.02),
+            ("mnist", "pcdeq-1-mc-relu6", 99.3, 41278, (12, 24, 48), 40, 5e-4, 30, 0.015),
+            ("svhn", "pcdeq-2-sc-sigmoid", 87.3, 164760, (125,), 80, 5e-4, 70, 0.02),
+            ("svhn", "pcdeq-1-mc-relu6", 93.0, 130950, (20, 50, 80), 50, 5e-4, 40, 0.015),
+            ("cifar10", "pcdeq-1-mc-relu6-aug", 89.2, 661470, (100, 120, 140), 120, 7e-4, 100, 0.02),
+            ("cifar10", "pcdeq-2-mc-sigmoid-aug", 85.6, 661470, (100, 120, 140), 120, 2e-4, 100, 0.02),
+        ],
+    )
+    def test_numbers_are_the_papers(
+        self, data, name, accuracy, parameters, channels, epochs, lr, lr_step, weight_decay
+    ):
+        row = find_row(name, data)
+        assert (row.dataset, row.accuracy, row.parameters, row.channels) == (data, accuracy, parameters, channels)
+        assert (row.epochs, row.lr, row.lr_step, row.lr_factor) == (epochs, lr, lr_step, 0.1)
+        assert (row.weight_decay, row.augment) == (weight_decay, name.endswith("-aug"))
+
+    def test_baselines_are_numbers_only(self):
+        row = find_row("mondeq-mt-aug", "cifar10")
+        assert (row.title, row.accuracy, row.params, row.topology) == ("monDEQ-MT*", 89.0, "1M", None)
+
+    def test_kind_agrees_with_activation(self):
+        for row in rows():
+            if row.topology is not None:
+                assert row.name.startswith("pcdeq-2") == (row.activation == "sigmoid")
+
+    @pytest.mark.parametrize(
+        ("data", "image_channels", "expected"),
+        [
+            ("mnist-mini", None, "mnist"),
+            ("fashion-mnist", None, "mnist"),
+            ("kmnist", None, "mnist"),
+            ("svhn", None, "svhn"),
+            ("my/grey", 1, "mnist"),
+            ("my/colour", 3, "cifar10"),
+        ],
+    )
+    def test_other_data_take_the_nearest_rows(self, data, image_channels, expected):
+        assert paper_dataset(data, image_channels) == expected
+        assert find_row("pcdeq-1-mc-tanh", data, image_channels).dataset == expected
+
+    def test_a_row_the_paper_has_for_other_data_only(self):
+        assert find_row("pcdeq-1-l-tanh", "cifar10").dataset == "mnist"
+
+    @pytest.mark.parametrize(
+        ("typo", "meant"), [("pcdeq-1-mc-relu", "pcdeq-1-mc-relu6"), ("nod", "node"), ("dmo", "demo")]
+    )
+    def test_unknown_row_suggests_the_nearest(self, typo, meant):
+        with pytest.raises(UsageError, match=f"unknown row '{typo}'; did you mean {meant}"):
+            find_row(typo)
+
+    def test_rows_of_unknown_data(self):
+        with pytest.raises(UsageError, match="no rows for 'imagenet'"):
+            rows("imagenet")
+
+
+class TestConfig:
+    def test_demo_is_the_default(self):
+        config = TrainConfig().resolve()
+        assert (config.row, config.data, config.epochs) == ("demo", "mnist-mini", 5)
+        assert (config.schedule, config.channels, config.lr_step) == ("one-cycle", (12, 24, 48), None)
+
+    def test_row_fills_in_and_the_user_overrides(self):
+        config = TrainConfig("pcdeq-1-mc-relu6-aug", data="cifar10", lr=0.1).resolve()
+        assert (config.lr, config.epochs, config.lr_step, config.weight_decay) == (0.1, 120, 100, 0.02)
+        assert config.augment and config.flip
+        assert not TrainConfig("pcdeq-1-mc-relu6-aug", data="cifar10", augment=False).resolve().flip
+
+    @pytest.mark.parametrize("data", ["svhn", "mnist"])
+    def test_digits_are_not_mirrored(self, data):
+        assert not TrainConfig("pcdeq-1-mc-relu6", data=data, augment=True).resolve().flip
+
+    def test_survives_json(self):
+        config = TrainConfig("pcdeq-1-l-tanh", channels=(3,), out=Path("a/b"), optimizer_options={"eps": 1e-7})
+        assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        resolved = config.resolve()
+        assert ResolvedConfig.from_dict(json.loads(json.dumps(resolved.to_dict()))) == resolved
+
+    def test_resolving_again_changes_nothing(self):
+        for config in (TrainConfig(), TrainConfig("pcdeq-1-mc-tanh-aug", data="cifar10", epochs=2)):
+            assert config.resolve().resolve() == config.resolve()
+
+    def test_unknown_key(self):
+        with pytest.raises(UsageError, match="unknown setting 'learning_rate'"):
+            TrainConfig.from_dict({"learning_rate": 1.0})
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"epochs": 0},
+            {"epochs": 2.5},
+            {"epochs": "5"},
+            {"batch_size": 0},
+            {"accumulate": 100},
+            {"lr": 0.0},
+            {"lr": float("nan")},
+            {"tol": float("inf")},
+            {"max_steps": 0},
+            {"weight_decay": -1.0},
+            {"seed": -1},
+            {"seed": True},
+            {"validation": 1.0},
+            {"channels": ()},
+            {"channels": (3, 0, 1)},
+            {"schedule": "cosine"},
+            {"solver": "broyden"},
+            {"device": "tpu"},
+            {"precision": "fp8"},
+            {"optimizer_options": {"momentum": "much"}},
+        ],
+    )
+    def test_values_out_of_range(self, bad):
+        with pytest.raises(UsageError, match=next(iter(bad))):
+            TrainConfig(**bad)
+        with pytest.raises(UsageError):
+            TrainConfig.from_dict(bad)
+
+    @pytest.mark.parametrize(
+        ("bad", "message"),
+        [
+            ({"row": "node"}, "baseline"),
+            ({"row": "pcdeq-3-l-tanh"}, "unknown row"),
+            ({"lr_step": 3}, "lr_step"),
+            ({"flip": True}, "augment"),
+        ],
+    )
+    def test_settings_that_contradict(self, bad, message):
+        with pytest.raises(UsageError, match=message):
+            TrainConfig(**bad).resolve()
+
+    def test_a_resolved_configuration_has_no_open_ends(self):
+        with pytest.raises(UsageError, match="epochs must be int, got None"):
+            replace(TrainConfig().resolve(), epochs=None)

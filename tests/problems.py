@@ -48,7 +48,7 @@ FACTS: dict[str, Facts] = {
     "sigmoid": Facts(_logistic, lambda y: np.exp(-y) / (1 + np.exp(-y)) ** 2, lambda z: np.log(z / (1 - z)), 1.0, 2),
     "log1p": Facts(np.log1p, lambda y: 1 / (1 + y), np.expm1, math.inf, 1),
     "arctan": Facts(np.arctan, lambda y: 1 / (1 + y**2), np.tan, math.pi / 2, 1),
-    "1-exp": Facts(lambda y: 1 - np.exp(-y), lambda y: np.exp(-y), lambda z: -np.log(1 - z), 1.0, 1),
+    "1-exp": Facts(lambda y: -np.expm1(-y), lambda y: np.exp(-y), lambda z: -np.log1p(-z), 1.0, 1),
     "isru": Facts(
         lambda y: y / np.sqrt(1 + y**2), lambda y: (1 + y**2) ** -1.5, lambda z: z / np.sqrt(1 - z**2), 1.0, 1
     ),
@@ -230,11 +230,11 @@ def fixed_point_of(matrix: Array, x: Array, facts: Facts) -> Array:
     z = np.full(x.shape, bound)
     for _ in range(200):
         p = matrix @ z + x
-        excess = z - facts.value(p)
-        if (np.abs(excess) <= 4e-16 * z).all():
+        value = facts.value(p)
+        if (np.abs(z - value) <= 4e-16 * z).all():
             break
-        new = z - np.linalg.solve(np.eye(len(x)) - facts.slope(p)[:, None] * matrix, excess)
-        z = np.maximum(np.minimum(new, z), 0)
+        new = z - np.linalg.solve(np.eye(len(x)) - facts.slope(p)[:, None] * matrix, z - value)
+        z = np.where((new > 0) & (new <= value), new, value)  # the plain step where rounding spoils Newton's
     return facts.value(matrix @ z + x)
 
 

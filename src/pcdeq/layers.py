@@ -44,7 +44,9 @@ def a_priori_rate(activation: Activation, floor: float, tol: float) -> Rate:
     if factor >= 1 or lowest <= 0 or activation.supremum == math.inf:
         return Rate(factor, None)
     distance = math.log(activation.supremum / lowest)
-    return Rate(factor, 1 + max(0, math.ceil(math.log(tol / distance) / math.log(factor))))
+    if distance <= tol or factor == 0:
+        return Rate(factor, 1)
+    return Rate(factor, 1 + math.ceil(math.log(tol / distance) / math.log(factor)))
 
 
 # Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); far below

@@ -271,8 +271,8 @@ class Conv(Operator):
     """A nonnegative convolution that keeps channels and size, in ``dims`` = 1, 2 or 3 dimensions."""
 
     def __init__(self, dims: int, channels: int, kernel_size: int = 3, *, weight_norm: bool = True) -> None:
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise UsageError(f"kernel_size must be odd, so that the size is kept; got {kernel_size}")
+        if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
+            raise UsageError(f"kernel_size must be one odd number, so that the size is kept; got {kernel_size}")
         shape = (channels, channels, *[kernel_size] * dims)
         super().__init__(shape, state_ndim=dims + 1, weight_norm=weight_norm)
         self.channels = channels

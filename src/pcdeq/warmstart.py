@@ -64,9 +64,7 @@ class WarmStart(nn.Module):
 
     def observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
         """Learn from a batch of equilibria and their slopes."""
-        if not len(z):
-            return
-        mean = z.mean(0)
+        mean = z.mean(0)  # NaN for an empty batch: it shows the shape, so that all processes of a group have it
         _blend(self.product, linear.apply(mean[None])[0])
         if isinstance(linear, DenseMap) and len(mean) <= LARGEST_RESPONSE:
             _blend(self.mean, mean)

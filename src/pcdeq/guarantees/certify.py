@@ -62,7 +62,7 @@ def certify(model: nn.Module, images: Tensor, *, radius: float = 0.0) -> Certifi
         raise UsageError("certify wants a torch.nn.Sequential that ends in a Linear classifier")
     if not 0 <= radius < float("inf"):
         raise UsageError(f"radius must be a number >= 0, got {radius}")
-    parts = [_certify_batch(model, batch, radius) for batch in images.split(BATCH)]
+    parts = [_certify_batch(model, batch, radius) for batch in images.split(BATCH) if len(batch)]
     if not parts:
         nothing = torch.zeros(0)
         return Certificate(nothing.long(), nothing.bool(), nothing)

@@ -1,0 +1,82 @@
+"""The audit tells a sound layer from an unsound one, with numbers that are right."""
+
+import pytest
+import torch
+from torch import nn
+
+import pcdeq
+from pcdeq.errors import UsageError
+
+
+def test_a_sound_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), pcdeq.PcDEQLinear(5, "sigmoid"), pcdeq.PcDEQLinear(5, "tanh", floor=0.1))
+    report = pcdeq.check(model, torch.randn(16, 6))
+    assert report.holds
+    assert [layer.name for layer in report.layers] == ["1", "2"]
+    assert report.layers[0].rate == pytest.approx(0.2785, abs=1e-4)
+    assert report.layers[1].rate == pytest.approx(0.6823, abs=1e-4)
+    for layer in report.layers:
+        assert layer.measured_rate < layer.rate
+    assert report.to_dict()["layers"][1]["kind"] == 1
+
+
+def test_norm_and_radius_are_those_of_the_matrix():
+    layer = pcdeq.PcDEQLinear(6, weight_norm=False).double()
+    with torch.no_grad():
+        layer.operator.weight.uniform_(0, 2)
+    (report,) = pcdeq.check(layer).layers
+    weight = layer.operator.weight.detach()
+    assert report.norm == pytest.approx(float(torch.linalg.matrix_norm(weight, 2)), rel=1e-6)
+    assert report.radius == pytest.approx(float(torch.linalg.eigvals(weight).abs().max()), rel=1e-6)
+    assert not report.contraction
+
+
+def test_dead_rows_and_negative_parameters_are_counted():
+    layer = pcdeq.PcDEQLinear(4, weight_norm=False)
+    with torch.no_grad():
+        layer.operator.weight[2] = -1.0
+    (report,) = pcdeq.check(layer).layers
+    assert (report.dead_rows, report.negative) == (1, 4)
+    assert report.holds  # they count as 0
+
+
+@pytest.mark.parametrize(
+    ("forced", "reason"), [(torch.nan, "NaN"), (torch.inf, "infinite"), (-1.0, "9 negative entries")]
+)
+def test_weights_forced_in_are_found(forced, reason, monkeypatch):
+    layer = pcdeq.PcDEQLinear(3)
+    monkeypatch.setattr(layer.operator, "effective_weight", lambda: torch.full((3, 3), forced))
+    report = pcdeq.check(layer)
+    assert not report.holds
+    assert reason in report.layers[0].reason
+
+
+def test_an_unsuited_activation_is_found(monkeypatch):
+    layer = pcdeq.PcDEQLinear(3, pcdeq.Activation("mine", torch.tanh, supremum=1.0))
+    object.__setattr__(layer.activation, "value", lambda y: y * y)
+    report = pcdeq.check(layer)
+    assert not report.holds
+    assert "not concave" in report.layers[0].reason
+
+
+def test_an_operator_that_is_not_nonnegative_is_found():
+    class Minus(pcdeq.LinearMap):
+        def apply(self, z):
+            return -z @ self.weight.T
+
+    class Wrong(pcdeq.Operator):
+        def __init__(self):
+            super().__init__((3, 3), state_ndim=1)
+
+        def bind(self, weight):
+            return Minus(weight)
+
+    report = pcdeq.check(pcdeq.PcDEQ(Wrong(), "sigmoid"), torch.randn(4, 3))
+    assert not report.holds
+    assert "negative" in report.layers[0].reason
+
+
+def test_a_model_without_layers():
+    with pytest.raises(UsageError, match="no pcdeq layer"):
+        pcdeq.check(nn.Linear(2, 2))

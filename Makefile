@@ -1,11 +1,12 @@
 # make demo     set up and train a first model on the digits that ship with the package
 # make test     set up and run the tests
 # make check    the tests, the linters and the type checker: what .ci/run does
+# make bench    set up and measure the speed against other implementations, on trained weights
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help setup demo test lint check clean
+.PHONY: help setup demo test lint check bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -30,6 +31,10 @@ lint: setup
 	$(BIN)/basedpyright
 
 check: lint test
+
+bench: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	$(BIN)/python benchmarks/run.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Peak memory of a training step of every row of the paper: ``python benchmarks/memory.py`` writes results/memory.md."""
+"""Peak memory of a training step of every row: ``python benchmarks/memory.py`` writes results/memory.md."""
 
 from __future__ import annotations
 

@@ -155,4 +155,5 @@ class TestFigures:
     def test_no_errors_at_all(self, run):
         dataset = load_dataset("mnist-mini")
         perfect = Evaluation(dataset.test.labels, dataset.test.labels, torch.ones(1000), 0.0, (1.0,), 0, 0.0)
-        figures.draw_errors(perfect, dataset)
+        drawn = figures.draw_errors(perfect, dataset)
+        assert "100.00 %" in drawn.get_suptitle()

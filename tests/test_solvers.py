@@ -260,7 +260,9 @@ class TestSolution:
         calls = []
         layer = make_layer("dense", gain=1.0)
         problem = layer.equation(make_input("dense", samples=1)).problem()
-        counted = dataclasses.replace(problem, fn=lambda z: (calls.append(1), problem.fn(z))[1], pieces=None)
+        counted = dataclasses.replace(
+            problem, fn=lambda z: (calls.append(1), problem.fn(z))[1], start=problem.first(), pieces=None
+        )
         solution = SOLVERS[solver]().solve(counted)
         # All but Newton start at g(0), a step whose product is free.
         assert solution.steps.item() == len(calls) + (solver != "newton")

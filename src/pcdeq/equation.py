@@ -10,7 +10,7 @@ from torch import Tensor
 from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.operators import LinearMap
-from pcdeq.solvers import Pieces, Problem
+from pcdeq.solvers import Pieces, Problem, Weight
 
 # Newton's method makes one matrix of this many rows per sample.
 LARGEST_MATRIX = 4096
@@ -39,14 +39,15 @@ class Equation:
         """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""
         return self.activation.value(self.x)
 
-    def problem(self, product: Tensor | None = None) -> Problem:
-        """What a solver needs, starting at s(product + x) for a guess of Wz*, by default at g(0).
+    def problem(self, guess: Tensor | None = None) -> Problem:
+        """What a solver needs, starting at s(guess + x) for a guess of Wz*, by default at g(0).
 
         Either start is the result of a step whose product came for free, so it counts as one.
         """
-        start = self.at_zero() if product is None else self.activation.value(product + self.x)
-        pieces = Pieces(self.product, self.x, self.activation.name) if self.activation.builtin else None
-        return Problem(self, start, steps=1, box=self.box(), jacobian=self.jacobian, pieces=pieces)
+        name = self.activation.name if self.activation.builtin else "custom"
+        weight = None if self.map.native is None else Weight(self.map.native, self.map.weight)
+        pieces = Pieces(self.product, self.activation.value, self.x, name, guess=guess, weight=weight)
+        return Problem(self, steps=1, box=self.box(), jacobian=self.jacobian, pieces=pieces)
 
     def slope(self, z: Tensor) -> Tensor:
         """s'(Wz + x), where z is a value of the map."""

@@ -21,7 +21,7 @@ from pcdeq.enclosure import solve_certified
 from pcdeq.equation import Equation, like
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.operators import LinearMap
-from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, report
+from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, Weight, report
 from pcdeq.warmstart import WarmStart
 
 Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
@@ -139,9 +139,10 @@ def solve_adjoint(
     if solver.stop == "batch":
         solution = solver.solve(Problem(lambda y: pull(slope * y) + grad, start=grad))
         return solution.with_value(slope * solution.value)
-    start = slope * (grad if warm is None else warm.adjoint(grad))
-    pieces = Pieces(pull, grad, "linear", slope)
-    return solver.solve(Problem(lambda u: slope * (pull(u) + grad), start, pieces=pieces))
+    guess = None if warm is None else warm.adjoint(grad)
+    weight = None if linear.native is None else Weight(linear.native, linear.weight, transposed=True)
+    pieces = Pieces(pull, lambda y: slope * y, grad, "linear", slope, guess, weight)
+    return solver.solve(Problem(lambda u: slope * (pull(u) + grad), pieces=pieces))
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -17,13 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from pcdeq.errors import UsageError
+from pcdeq.kernels import KERNELS
 
 
 class LinearMap(ABC):
     """z -> Wz for one fixed nonnegative weight; subclass it together with `Operator`.
 
-    Tensors have one leading sample dimension: ``(samples, *state)``.
+    Tensors have one leading sample dimension: ``(samples, *state)``. ``native`` names the form in which the C
+    kernels know the map, if they do.
     """
+
+    native: str | None = None
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -64,6 +68,10 @@ class LinearMap(ABC):
 class DenseMap(LinearMap):
     """z -> z Wᵀ on the last dimension."""
 
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        self.native = "dense" if type(self) is DenseMap else None
+
     def apply(self, z: Tensor) -> Tensor:  # (samples, features)
         return z @ self.weight.T
 
@@ -92,6 +100,7 @@ class ConvMap(LinearMap):
         self._convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[weight.ndim - 3]
         self._padding = [size // 2 for size in weight.shape[2:]]
         self._flipped: Tensor | None = None
+        self.native = "conv3x3" if type(self) is ConvMap and weight.shape[2:] == (3, 3) else None
 
     def apply(self, z: Tensor) -> Tensor:  # (samples, channels, *space)
         return self._convolve(z, self.weight, padding=self._padding)
@@ -103,11 +112,22 @@ class ConvMap(LinearMap):
         return self._convolve(y, self._flipped, padding=self._padding)
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
+        if self.native == "conv3x3" and KERNELS is not None and z.dtype == torch.float32 and z.device.type == "cpu":
+            return self._native_weight_gradient(z, y)
         ones = [1] * len(self._padding)
         wanted = [False, True, False]
         return torch.ops.aten.convolution_backward(
             y, z, self.weight, None, ones, self._padding, ones, False, [0] * len(ones), 1, wanted
         )[1]
+
+    def _native_weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
+        assert KERNELS is not None
+        z = z.contiguous(memory_format=_memory_format(z))
+        y = y.to(z.dtype).contiguous(memory_format=_memory_format(z))
+        result = torch.empty(self.weight.shape)
+        pointers = (z.data_ptr(), y.data_ptr(), result.data_ptr())
+        KERNELS.conv_weight_gradient(tuple(z.shape), z.stride(), *pointers, torch.get_num_threads())
+        return result
 
     def terms(self, state: torch.Size) -> int:
         return self.weight[0].numel()

@@ -55,12 +55,12 @@ class WarmStart(nn.Module):
         residual = equation.activation.value(equation.x + product) - self.mean.to(dtype)
         return _admissible(torch.addmm(product, residual, self.response.to(dtype).T))
 
-    def adjoint(self, grad: Tensor) -> Tensor:
-        """A guess of the solution of y = Jᵀy + grad."""
+    def adjoint(self, grad: Tensor) -> Tensor | None:
+        """A guess of Jᵀy for the solution of y = Jᵀy + grad; None where nothing is known."""
         if not self.response.numel() or grad.shape[1:] != self.mean.shape:
-            return grad
-        guess = torch.addmm(grad, grad * self.slope.to(grad.dtype), self.response.to(grad.dtype))
-        return torch.where(guess.isfinite(), guess, grad)
+            return None
+        guess = (grad * self.slope.to(grad.dtype)) @ self.response.to(grad.dtype)
+        return torch.nan_to_num(guess, nan=0.0, posinf=0.0, neginf=0.0)
 
     def observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
         """Learn from a batch of equilibria and their slopes."""

@@ -5,13 +5,10 @@
  * everything else happens here: activation, residual, dot products, the decision of T6, and the
  * next candidate. Each sample is one contiguous block of n numbers, in any order that all arrays share.
  */
-#include "kernels.h"
+#include "anderson.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>
-
-/* The order is that of CODES in solvers/fused.py. */
-enum activation { TANH, SOFTSIGN, RELU6, SIGMOID, ONE_MINUS_EXP, HARD_TANH, HARD_SIGMOID, LINEAR };
 
 /* Beyond this the activations are 1 in float32. Volatile, or else gcc makes a branch of the comparison with a
  * constant and vectorises nothing. */
@@ -50,14 +47,14 @@ INLINE float activate(enum activation which, float y, float saturated)
     }
 }
 
-typedef struct { double squared_residual, squared_value, along, change; } sums;
-
 /* Whether a sum of squares may have lost terms to underflow, or overflowed: either would look converged. */
 #define DOUBTFUL(sum) (!((sum) > 1e-30 && (sum) < 1e30))
 
-/* value = s(product + offset), or slope * (product + offset); and the four sums that decide what is next. */
-INLINE sums evaluate(enum activation which, int64_t n, float *restrict value, const float *restrict offset,
-                     const float *restrict slope, const float *restrict point, const float *restrict residual)
+/* value = s(product + offset), or slope * (product + offset), over one run; and the four sums that decide what is
+ * next. */
+INLINE void evaluate(enum activation which, int64_t n, const float *restrict keep, float *restrict value,
+                     const float *restrict offset, const float *restrict slope, const float *restrict point,
+                     const float *restrict residual, sums *t)
 {
     float rr = 0, vv = 0, rd = 0, dd = 0;
     const float saturated = SATURATED;
@@ -65,6 +62,7 @@ INLINE sums evaluate(enum activation which, int64_t n, float *restrict value, co
     for (int64_t i = 0; i < n; i++) {
         float y = value[i] + offset[i];
         float v = which == LINEAR ? slope[i] * y : activate(which, y, saturated);
+        if (keep) v *= keep[i];
         float r = v - point[i];
         float d = r - residual[i];
         value[i] = v;
@@ -73,79 +71,89 @@ INLINE sums evaluate(enum activation which, int64_t n, float *restrict value, co
         rd += r * d;
         dd += d * d;
     }
-    return (sums){ rr, vv, rd, dd };
+    t->squared_residual += rr;
+    t->squared_value += vv;
+    t->along += rd;
+    t->change += dd;
 }
 
 /* The same sums in double, from the values. */
-static sums evaluate_again(int64_t n, const float *value, const float *point, const float *residual)
+static sums evaluate_again(const rule *r, const sample *a)
 {
     sums t = { 0, 0, 0, 0 };
-    for (int64_t i = 0; i < n; i++) {
-        const double v = value[i], r = v - point[i], d = r - residual[i];
-        t.squared_residual += r * r;
-        t.squared_value += v * v;
-        t.along += r * d;
-        t.change += d * d;
+    for (int64_t plane = 0; plane < r->planes; plane++) {
+        const float *value = a->value + plane * r->n, *residual = a->residual + plane * r->n;
+        const float *point = a->point + plane * r->stride;
+        for (int64_t i = 0; i < r->n; i++) {
+            const double v = value[i], res = v - point[i], d = res - residual[i];
+            t.squared_residual += res * res;
+            t.squared_value += v * v;
+            t.along += res * d;
+            t.change += d * d;
+        }
     }
     return t;
 }
 
 VERSIONS
-static sums evaluate_sample(int which, int64_t n, float *value, const float *offset, const float *slope,
-                            const float *point, const float *residual)
+sums evaluate_sample(const rule *r, const sample *a)
 {
-#define CASE(A) case A: return evaluate(A, n, value, offset, slope, point, residual)
-    switch (which) {
-        CASE(TANH); CASE(SOFTSIGN); CASE(RELU6); CASE(SIGMOID); CASE(ONE_MINUS_EXP); CASE(HARD_TANH);
-        CASE(HARD_SIGMOID);
-    default: return evaluate(LINEAR, n, value, offset, slope, point, residual);
+    sums t = { 0, 0, 0, 0 };
+    for (int64_t plane = 0; plane < r->planes; plane++) {
+        const int64_t at = plane * r->n, n = r->n;
+        float *value = a->value + at;
+        const float *offset = a->offset + at, *slope = a->slope ? a->slope + at : NULL;
+        const float *point = a->point + plane * r->stride, *residual = a->residual + at;
+#define RUN(A, KEEP) evaluate(A, n, KEEP, value, offset, slope, point, residual, &t)
+#define CASE(A)                                   \
+    case A:                                       \
+        if (r->keep) RUN(A, r->keep);             \
+        else RUN(A, NULL);                        \
+        break
+        switch (r->which) {
+            CASE(TANH); CASE(SOFTSIGN); CASE(RELU6); CASE(SIGMOID); CASE(ONE_MINUS_EXP); CASE(HARD_TANH);
+            CASE(HARD_SIGMOID); CASE(LINEAR);
+        }
     }
+    return t;
 }
 
 /* Keep the candidate: best and residual take it over, and point becomes best + weight * (old best - best). */
 VERSIONS
-static void advance_sample(int64_t n, float weight, float low, float high, const float *restrict value,
-                           float *restrict point, float *restrict best, float *restrict residual)
+static void advance_sample(const rule *r, const sample *a, float weight)
 {
+    const float low = r->low, high = r->high;
+    for (int64_t plane = 0; plane < r->planes; plane++) {
+        const float *restrict value = a->value + plane * r->n;
+        float *restrict point = a->point + plane * r->stride, *restrict best = a->best + plane * r->n;
+        float *restrict residual = a->residual + plane * r->n;
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        float v = value[i];
-        float next = v + weight * (best[i] - v);
-        next = next < low ? low : next;
-        next = next > high ? high : next;
-        residual[i] = v - point[i];
-        best[i] = v;
-        point[i] = next;
+        for (int64_t i = 0; i < r->n; i++) {
+            float v = value[i];
+            float next = v + weight * (best[i] - v);
+            next = next < low ? low : next;
+            next = next > high ? high : next;
+            residual[i] = v - point[i];
+            best[i] = v;
+            point[i] = next;
+        }
     }
 }
 
-/* What is remembered of a sample between steps, all 0 before the first; solvers/fused.py reads two of it.
- * "accelerated" says that the candidate is a proposal, not the plain step. */
-typedef struct { float norm, largest, power, relative; int32_t steps, done, accelerated, started; } sample_state;
-
-typedef struct {
-    int which;
-    int64_t n;
-    float *value, *point, *best, *residual;
-    const float *offset, *slope;
-    float tol, decay, low, high;
-} batch;
-
-static void step_sample(const batch *b, int64_t index, sample_state *s)
+void step_sample(const rule *r, const sample *a, sample_state *s)
 {
-    const int64_t n = b->n, at = index * n;
-    float *value = b->value + at, *point = b->point + at, *best = b->best + at, *residual = b->residual + at;
-    const float *offset = b->offset + at, *slope = b->slope ? b->slope + at : NULL;
-    sums t = evaluate_sample(b->which, n, value, offset, slope, point, residual);
-    if (DOUBTFUL(t.squared_residual) || DOUBTFUL(t.squared_value)) t = evaluate_again(n, value, point, residual);
+    const size_t run = r->n * sizeof(float);
+    sums t = evaluate_sample(r, a);
+    if (DOUBTFUL(t.squared_residual) || DOUBTFUL(t.squared_value)) t = evaluate_again(r, a);
     const float norm = (float)sqrt(t.squared_residual);
     const float relative = (float)(sqrt(t.squared_residual) / (sqrt(t.squared_value) + DBL_MIN));
     s->steps++;
     if (s->accelerated) {
-        const float power = s->power * b->decay, bound = fminf(s->norm, s->largest * power);
-        if (!(norm <= bound || relative < b->tol)) {
+        const float power = s->power * r->decay, bound = fminf(s->norm, s->largest * power);
+        if (!(norm <= bound || relative < r->tol)) {
             s->accelerated = 0; /* rejected: the plain step from where the sample was */
-            memcpy(point, best, n * sizeof(float));
+            for (int64_t plane = 0; plane < r->planes; plane++)
+                memcpy(a->point + plane * r->stride, a->best + plane * r->n, run);
             return;
         }
         s->power = power;
@@ -157,39 +165,37 @@ static void step_sample(const batch *b, int64_t index, sample_state *s)
         weight = weight < 1.0f ? weight : 0.0f;
     } else {
         s->power = 1.0f;
-        memcpy(best, value, n * sizeof(float)); /* it was never written, and 0 * NaN is NaN */
+        memcpy(a->best, a->value, r->planes * run); /* it was never written, and 0 * NaN is NaN */
     }
     s->accelerated = weight != 0.0f;
     s->started = 1;
     s->norm = norm;
     s->relative = relative;
-    s->done = !(relative >= b->tol); /* a NaN stops its sample */
-    advance_sample(n, weight, b->low, b->high, value, point, best, residual);
+    s->done = !(relative >= r->tol); /* a NaN stops its sample */
+    if (s->done) memcpy(a->best, a->value, r->planes * run); /* no further candidate is wanted */
+    else advance_sample(r, a, weight);
 }
 
+/* One step for every sample of a batch that is not done; the products are the caller's. */
 PyObject *anderson_step(PyObject *self, PyObject *args)
 {
     (void)self;
     long long samples, n;
     unsigned long long value, offset, slope, point, best, residual, state;
-    int which, threads, active = 0;
-    batch b;
-    if (!PyArg_ParseTuple(args, "iLLKKKKKKKffffi", &which, &samples, &n, &value, &offset, &slope, &point, &best,
-                          &residual, &state, &b.tol, &b.decay, &b.low, &b.high, &threads))
+    int threads, active = 0;
+    rule r = { .planes = 1 };
+    if (!PyArg_ParseTuple(args, "iLLKKKKKKKffffi", &r.which, &samples, &n, &value, &offset, &slope, &point, &best,
+                          &residual, &state, &r.tol, &r.decay, &r.low, &r.high, &threads))
         return NULL;
-    b.which = which;
-    b.n = n;
-    b.value = (float *)(uintptr_t)value;
-    b.point = (float *)(uintptr_t)point;
-    b.best = (float *)(uintptr_t)best;
-    b.residual = (float *)(uintptr_t)residual;
-    b.offset = (const float *)(uintptr_t)offset;
-    b.slope = (const float *)(uintptr_t)slope;
+    r.n = r.stride = n;
     sample_state *states = (sample_state *)(uintptr_t)state;
     Py_BEGIN_ALLOW_THREADS
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : active) if (samples * n > 16384)
     for (int64_t i = 0; i < samples; i++) {
-        if (!states[i].done) step_sample(&b, i, &states[i]);
+        const int64_t at = i * n;
+        const sample a = { FLOATS(value) + at, FLOATS(point) + at, FLOATS(best) + at, FLOATS(residual) + at,
+                           FLOATS(offset) + at, slope ? FLOATS(slope) + at : NULL };
+        if (!states[i].done) step_sample(&r, &a, &states[i]);
         active += !states[i].done;
     }
     Py_END_ALLOW_THREADS

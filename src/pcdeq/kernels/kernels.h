@@ -20,6 +20,8 @@
 #define INTS(address) ((int32_t *)(uintptr_t)(address))
 
 PyObject *anderson_step(PyObject *self, PyObject *args);
+PyObject *solve(PyObject *self, PyObject *args);
+PyObject *conv_weight_gradient(PyObject *self, PyObject *args);
 PyObject *batch_norm_forward(PyObject *self, PyObject *args);
 PyObject *batch_norm_backward(PyObject *self, PyObject *args);
 PyObject *max_pool_forward(PyObject *self, PyObject *args);

@@ -3,6 +3,8 @@
 
 static PyMethodDef methods[] = {
     { "anderson_step", anderson_step, METH_VARARGS, "A safeguarded Anderson step; returns the samples left." },
+    { "solve", solve, METH_VARARGS, "A whole solve, forward or adjoint." },
+    { "conv_weight_gradient", conv_weight_gradient, METH_VARARGS, "Of a 3x3 convolution." },
     { "batch_norm_forward", batch_norm_forward, METH_VARARGS, "Normalise by batch statistics." },
     { "batch_norm_backward", batch_norm_backward, METH_VARARGS, "Its gradients." },
     { "max_pool_forward", max_pool_forward, METH_VARARGS, "3x3 maximum, stride 1, and where it was." },

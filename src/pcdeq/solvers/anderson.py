@@ -71,7 +71,7 @@ class Anderson(Solver):
         """The reference: the same in plain torch, on any device and dtype, differentiable."""
         if problem.steps >= self.max_steps:
             return self.give_up(problem)
-        z = problem.start
+        z = problem.first()
         value = problem.fn(z)
         residual = value - z
         norm = largest = self.norm(residual)

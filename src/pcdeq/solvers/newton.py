@@ -33,7 +33,7 @@ class Newton(Solver):
             raise UsageError(
                 "Newton needs a map whose Jacobian and bounds are known: a pcDEQ layer, forward; use Anderson or Picard"
             )
-        z = torch.zeros_like(problem.start) + problem.box[1]
+        z = torch.zeros_like(problem.first()) + problem.box[1]
         steps = torch.zeros(z.shape[:1], dtype=torch.int64, device=z.device)
         residual = torch.full(z.shape[:1], torch.inf, dtype=z.dtype, device=z.device)
         active = residual >= self.tol

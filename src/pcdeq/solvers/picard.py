@@ -25,7 +25,7 @@ class Picard(Solver):
     """
 
     def solve(self, problem: Problem) -> Solution:
-        z = problem.start
+        z = problem.first()
         residual = torch.full(z.shape[:1], torch.inf, dtype=z.dtype, device=z.device)
         if problem.steps and self.stop == "batch":
             # The start stands for g(0): it was a step from 0, which the paper's rule may accept.

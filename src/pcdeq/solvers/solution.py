@@ -33,16 +33,33 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Weight:
+    """The W of a product in a form that the C kernels know: ``"dense"`` or ``"conv3x3"``."""
+
+    form: str
+    tensor: Tensor
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Pieces:
-    """A map taken apart, for solvers that fuse what follows the product: fn(z) = after(product(z) + offset).
+    """A map taken apart, for solvers that fuse what can be fused: fn(z) = after(product(z) + offset).
 
     ``after`` is the activation named by ``form`` or, where that is ``"linear"``, the multiplication by ``slope``.
+    ``guess`` is one of the product at the solution, for the start; ``weight`` is what the product multiplies with.
     """
 
     product: Callable[[Tensor], Tensor]
+    after: Callable[[Tensor], Tensor]
     offset: Tensor
     form: str
     slope: Tensor | None = None
+    guess: Tensor | None = None
+    weight: Weight | None = None
+
+    def start(self) -> Tensor:
+        """after(guess + offset)."""
+        return self.after(self.offset if self.guess is None else self.guess + self.offset)
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class Problem:
 
     Attributes:
         fn: the map.
-        start: the first iterate.
+        start: the first iterate; by default that of the pieces.
         steps: steps that ``start`` stands for already (1 where it is g(0), whose product is free).
         box: bounds within which the solution is known to lie, numbers or one tensor entry per sample;
             proposals are clamped to it.
@@ -60,11 +77,19 @@ class Problem:
     """
 
     fn: Callable[[Tensor], Tensor]
-    start: Tensor
+    start: Tensor | None = None
     steps: int = 0
     box: tuple[float, float] | tuple[Tensor, Tensor] | None = None
     jacobian: Callable[[Tensor], Tensor] | None = None
     pieces: Pieces | None = None
+
+    def first(self) -> Tensor:
+        """The first iterate. Solvers that fuse the start with what follows do not ask for it."""
+        if self.start is not None:
+            return self.start
+        if self.pieces is None:
+            raise UsageError("a problem needs a start, or pieces to make one from")
+        return self.pieces.start()
 
     def continued(self, start: Tensor, steps: int) -> Problem:
         """The same problem, to go on from where a solve stopped."""
@@ -194,10 +219,10 @@ class Solver:
 
     def give_up(self, problem: Problem) -> Solution:
         """What remains to be said when no step is left to take."""
-        samples = problem.start.shape[:1]
-        unknown = torch.full(samples, torch.inf, dtype=problem.start.dtype, device=problem.start.device)
-        steps = torch.full(samples, problem.steps, device=problem.start.device)
-        return Solution(problem.start, steps, unknown, unknown < 0, Outcome.MAX_STEPS)
+        start = problem.first()
+        unknown = torch.full(start.shape[:1], torch.inf, dtype=start.dtype, device=start.device)
+        steps = torch.full(start.shape[:1], problem.steps, device=start.device)
+        return Solution(start, steps, unknown, unknown < 0, Outcome.MAX_STEPS)
 
     def finish(self, value: Tensor, steps: Tensor, residual: Tensor) -> Solution:
         """Name the outcome and pack the solution."""

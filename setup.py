@@ -14,7 +14,7 @@ setup(
     ext_modules=[
         Extension(
             "pcdeq._kernels",
-            [f"src/pcdeq/kernels/{name}.c" for name in ("anderson", "explicit", "module", "product", "solve")],
+            [f"src/pcdeq/kernels/{name}.c" for name in ("anderson", "elementwise", "explicit", "module", "product", "solve")],
             depends=[f"src/pcdeq/kernels/{name}.h" for name in ("anderson", "kernels", "product")],
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", *openmp],
             optional=True,

@@ -11,9 +11,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import cached
 from torchdeq import get_deq
 
 import pcdeq
+from pcdeq.models.explicit import BatchNorm1d, BatchNorm2d, MaxPool3x3
 
 MAX_STEPS = 200
 
@@ -23,21 +26,32 @@ class Peer(nn.Module):
 
     def __init__(self, layer: pcdeq.PcDEQ, tol: float) -> None:
         super().__init__()
-        self.v, self.g = layer.operator.weight_v, layer.operator.weight_g
+        v, g = layer.operator.weight_v, layer.operator.weight_g
+        dense = v.ndim == 2
+        linear = nn.Linear(*v.shape, bias=False) if dense else nn.Conv2d(*v.shape[:2], 3, padding=1, bias=False)
+        self.linear = weight_norm(linear)  # torch's: the weight is normalised whenever it is used
+        with torch.no_grad():
+            self.norm.original0.copy_(g)
+            self.norm.original1.copy_(v)
         self.inject, self.activate, self.tol = layer.inject, layer.activation.value, tol
         self.products = self.pulls = 0  # with W forward, with its adjoint backward
         object.__setattr__(self, "source", layer)  # not a submodule: its parameters are counted once
 
-    def weight(self) -> Tensor:
-        """The normalised weight, made anew at each call."""
-        norm = torch.linalg.vector_norm(self.v, dim=tuple(range(1, self.v.ndim)), keepdim=True)
-        return self.g * (self.v / norm)
+    @property
+    def norm(self) -> nn.Module:
+        """Where torch keeps the norm and the direction of the weight."""
+        return self.linear.parametrizations.weight  # pyright: ignore
 
-    def apply_weight(self, weight: Tensor, z: Tensor) -> Tensor:
+    @torch.no_grad()
+    def project_(self) -> None:
+        """The paper's projection after a step."""
+        for parameter in self.norm.parameters():
+            parameter.clamp_(min=0)
+
+    def step(self, z: Tensor, x: Tensor) -> Tensor:
+        """s(Wz + x)."""
         self.products += 1
-        if weight.ndim == 2:
-            return z @ weight.T
-        return torch.conv2d(z, weight, padding=1)
+        return self.activate(self.linear(z) + x)
 
 
 class Hook(Peer):
@@ -49,17 +63,13 @@ class Hook(Peer):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inject(x)
-
-        def f(z: Tensor) -> Tensor:
-            return self.activate(self.apply_weight(self.weight(), z) + x)
-
         with torch.no_grad():
-            z = self._iterate(f, torch.zeros_like(x))
-        if not torch.is_grad_enabled():
-            return f(z)
-        z = f(z)
+            z = self._iterate(lambda z: self.step(z, x), torch.zeros_like(x))
+        z = self.step(z, x)
+        if not z.requires_grad:
+            return z
         point = z.detach().clone().requires_grad_()
-        value = f(point)
+        value = self.step(point, x)
 
         def hook(grad: Tensor) -> Tensor:
             def pull(y: Tensor) -> Tensor:
@@ -101,8 +111,9 @@ class Torchdeq(Peer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = self.inject(x), self.weight()  # normalised once a pass: its best setting
-        values, _ = self.deq(lambda z: self.activate(self.apply_weight(weight, z) + x), torch.zeros_like(x))
+        x = self.inject(x)
+        with cached():  # the weight is normalised once a pass: its best setting
+            values, _ = self.deq(lambda z: self.step(z, x), torch.zeros_like(x))
         return values[-1]
 
 
@@ -117,7 +128,7 @@ class Explicit(Peer):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inject(x)
-        return self.activate(self.apply_weight(self.weight(), x) + x)
+        return self.step(x, x)
 
 
 PEERS: dict[str, type[Peer]] = {
@@ -128,11 +139,24 @@ PEERS: dict[str, type[Peer]] = {
 }
 
 
-def with_peer(model: nn.Module, name: str, tol: float) -> nn.Module:
-    """A copy of the model in which every equilibrium layer is computed by that peer."""
+def with_peer(model: nn.Module, name: str, tol: float, memory_format: torch.memory_format) -> nn.Module:
+    """A copy of the model in which that peer computes every equilibrium, and torch's own layers all else."""
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
             if isinstance(child, pcdeq.PcDEQ):
                 setattr(parent, child_name, PEERS[name](child, tol))
-    return model
+            elif (plain := _plain(child)) is not None:
+                setattr(parent, child_name, plain)
+    return model.to(memory_format=memory_format)  # pyright: ignore[reportCallIssue]
+
+
+def _plain(layer: nn.Module) -> nn.Module | None:
+    """torch's own layer in place of one of ours."""
+    if isinstance(layer, MaxPool3x3):
+        return nn.MaxPool2d(3, stride=1, padding=1)
+    if isinstance(layer, BatchNorm1d | BatchNorm2d):
+        plain = (nn.BatchNorm1d if isinstance(layer, BatchNorm1d) else nn.BatchNorm2d)(layer.num_features)
+        plain.load_state_dict(layer.state_dict())
+        return plain
+    return None

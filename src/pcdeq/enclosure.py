@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.equation import Equation
-from pcdeq.solvers import Outcome, Solution, Solver
+from pcdeq.solvers import Guess, Outcome, Solution, Solver
 from pcdeq.solvers.solution import per_sample
 
 # (terms of the series, slack δ as a fraction of the largest residual) of the first attempt and the next ones.
@@ -145,7 +145,7 @@ def _tiny(z: Tensor) -> float:
     return torch.finfo(z.dtype).tiny
 
 
-def solve_certified(solver: Solver, equation: Equation, guess: Tensor | None = None) -> Solution:
+def solve_certified(solver: Solver, equation: Equation, guess: Guess | None = None) -> Solution:
     """Solve until the proved bound on ‖z - z*‖ / ‖z‖ is below the solver's tol, sample by sample.
 
     Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is

@@ -10,7 +10,7 @@ from torch import Tensor
 from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.operators import LinearMap
-from pcdeq.solvers import Pieces, Problem, Weight
+from pcdeq.solvers import Guess, Pieces, Problem, Weight
 
 # Newton's method makes one matrix of this many rows per sample.
 LARGEST_MATRIX = 4096
@@ -39,7 +39,7 @@ class Equation:
         """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""
         return self.activation.value(self.x)
 
-    def problem(self, guess: Tensor | None = None) -> Problem:
+    def problem(self, guess: Guess | None = None) -> Problem:
         """What a solver needs, starting at s(guess + x) for a guess of Wz*, by default at g(0).
 
         Either start is the result of a step whose product came for free, so it counts as one.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,26 @@ GRADIENTS = get_args(Gradient)
 Record = Callable[[Solution], None]
 
 
+class WeightForm(Protocol):
+    """How the weight in use follows from the parameters, and how a gradient goes back to them."""
+
+    @staticmethod
+    def value(*parameters: Tensor) -> Tensor: ...
+
+    @staticmethod
+    def gradients(*parameters_and_grad: Tensor) -> tuple[Tensor, ...]: ...
+
+
+class InjectionForm(Protocol):
+    """How the input becomes nonnegative, and how a gradient goes back to it."""
+
+    @staticmethod
+    def value(x: Tensor, floor: float) -> Tensor: ...
+
+    @staticmethod
+    def gradient(x: Tensor, grad: Tensor) -> Tensor: ...
+
+
 def no_autocast(device: str) -> AbstractContextManager[object]:
     """Solve in full precision, whatever autocast the caller is in."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -38,7 +58,7 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
 def solve_equation(equation: Equation, solver: Solver, warm: WarmStart | None = None) -> Solution:
     """Solve without recording a graph, by the rule that the solver names."""
     with torch.no_grad():
-        if not len(equation.x):
+        if not equation.x.shape[0]:
             return Solution.empty(equation.x)
         if solver.stop == "batch":
             # The paper starts at 0 and returns one further application of g, which it does not count as a step.
@@ -55,6 +75,9 @@ class Rule:
     """Everything about a layer but its tensors: the form of its equation, how to solve it, whom to tell."""
 
     bind: Callable[[Tensor], LinearMap]
+    weight_form: WeightForm
+    injection_form: InjectionForm
+    floor: float
     activation: Activation
     solver: Solver
     adjoint_solver: Solver
@@ -74,7 +97,7 @@ def equilibrium(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
     """The fixed point of z = s(Wz + x), differentiable with respect to x and the weight."""
     needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if needs_graph and rule.gradient == "implicit":
-        return _Equilibrium.apply(x, weight, rule)  # pyright: ignore[reportReturnType]
+        return _Equilibrium.apply(x, rule, False, weight)  # pyright: ignore[reportReturnType]
     equation = rule.equation(x, weight)
     if needs_graph and rule.gradient == "unrolled":
         solution = Picard(tol=rule.solver.tol, max_steps=rule.solver.max_steps).solve(equation.problem())
@@ -89,24 +112,34 @@ def equilibrium(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
     return z
 
 
+def implicit_equilibrium(x: Tensor, rule: Rule, *raw: Tensor) -> Tensor:
+    """The same from the input before the injection and the parameters that make up the weight, as one node."""
+    return _Equilibrium.apply(x, rule, True, *raw)  # pyright: ignore[reportReturnType]
+
+
 class _Equilibrium(torch.autograd.Function):
-    """Solve forward, solve the adjoint backward."""
+    """Solve forward, solve the adjoint backward.
+
+    Where ``raw``, the injection of x and the weight's parametrisation are part of the node.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, rule: Rule) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        equation = rule.equation(x, weight)
+    def forward(ctx, x: Tensor, rule: Rule, raw: bool, *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        injected = rule.injection_form.value(x, rule.floor) if raw else x
+        weight = rule.weight_form.value(*parameters) if raw else parameters[0]
+        equation = rule.equation(injected, weight)
         solution = solve_equation(equation, rule.solver, rule.warm)
         rule.record_forward(solution)
         z = solution.value
         # The slope is a function of z for every built-in activation; only a custom one needs it stored.
         slope = None if rule.activation.slope_of_value is not None else equation.slope(z)
-        ctx.save_for_backward(z, weight, slope)
+        ctx.save_for_backward(z, weight, slope, x if raw else None, *(parameters if raw else ()))
         ctx.rule = rule
         return z
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        z, weight, slope = ctx.saved_tensors
+        z, weight, slope, x, *parameters = ctx.saved_tensors
         rule: Rule = ctx.rule
         with torch.no_grad(), no_autocast(grad.device.type):
             slope = rule.activation.slope_of_value(z) if slope is None else slope  # pyright: ignore[reportOptionalCall]
@@ -115,11 +148,16 @@ class _Equilibrium(torch.autograd.Function):
             rule.record_backward(solution)
             # Not in forward, which a gradient checkpoint runs twice: its second run must equal the first.
             rule.observe(z, slope, linear)
-            grad_x = solution.value
-            grad_weight = linear.weight_gradient(z, grad_x) if ctx.needs_input_grad[1] else None
+            grad_x, grads = solution.value, (None,) * max(1, len(parameters))
+            if any(ctx.needs_input_grad[3:]):
+                grads = (linear.weight_gradient(z, grad_x),)
+                if parameters:
+                    grads = rule.weight_form.gradients(*parameters, *grads)
+            if x is not None:
+                grad_x = rule.injection_form.gradient(x, grad_x) if ctx.needs_input_grad[0] else None
         if torch.is_grad_enabled():
-            grad_x, grad_weight = (_NoSecondDerivative.apply(g, z) for g in (grad_x, grad_weight))
-        return grad_x, grad_weight, None
+            grad_x, *grads = (_NoSecondDerivative.apply(g, z) for g in (grad_x, *grads))
+        return grad_x, None, None, *grads
 
 
 def solve_adjoint(
@@ -134,7 +172,7 @@ def solve_adjoint(
     def pull(y: Tensor) -> Tensor:
         return like(y, linear.adjoint(y))
 
-    if not len(grad):
+    if not grad.shape[0]:
         return Solution.empty(grad)
     if solver.stop == "batch":
         solution = solver.solve(Problem(lambda y: pull(slope * y) + grad, start=grad))

@@ -8,13 +8,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pcdeq.activations import Activation, as_activation
 from pcdeq.enclosure import Enclosure, enclose_near
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.implicit import GRADIENTS, Gradient, Rule, equilibrium, no_autocast, solve_equation
+from pcdeq.implicit import (
+    GRADIENTS,
+    Gradient,
+    Rule,
+    equilibrium,
+    implicit_equilibrium,
+    no_autocast,
+    solve_equation,
+)
+from pcdeq.injection import Relu, Softplus
 from pcdeq.operators import Conv, Dense, LinearMap, Operator
 from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
 from pcdeq.warmstart import WarmStart
@@ -52,11 +60,6 @@ def a_priori_rate(activation: Activation, floor: float, tol: float) -> Rate:
 # Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); far below
 # the last digit of any softplus that matters, yet not so small that growing out of it takes many steps.
 TINY_FLOOR = 1e-16
-
-
-def softplus5(x: Tensor) -> Tensor:
-    """softplus with beta = 5: the paper's positive injection, for pcDEQ-1."""
-    return F.softplus(x, beta=5.0)
 
 
 class PcDEQ(nn.Module):
@@ -145,10 +148,11 @@ class PcDEQ(nn.Module):
 
     def inject(self, x: Tensor) -> Tensor:
         """The input of the equation: in [floor, inf), in at least float32."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if x.dtype != torch.float32:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.injection is None:
-            injected = softplus5(x) if self.activation.kind == 1 else F.relu(x)
-            return injected + self.floor if self.floor else injected
+            form = self._injection_form
+            return form.apply(x, self.floor) if torch.is_grad_enabled() else form.value(x, self.floor)  # pyright: ignore[reportReturnType]
         injected = self.injection(x)
         if injected.shape != x.shape:
             raise UsageError(f"the injection maps shape {tuple(x.shape)} to {tuple(injected.shape)}; it must keep it")
@@ -158,6 +162,10 @@ class PcDEQ(nn.Module):
             )
         return injected + self.floor
 
+    @property
+    def _injection_form(self) -> type[Softplus] | type[Relu]:
+        return Softplus if self.activation.kind == 1 else Relu
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             # The solve decides by its residuals when to stop: outside the graph, as one opaque call.
@@ -166,8 +174,12 @@ class PcDEQ(nn.Module):
 
     def _equilibrium(self, x: Tensor) -> Tensor:
         with no_autocast(x.device.type):
-            z = equilibrium(*self._operands(x), self._rule()).reshape(x.shape)
-        return z if torch.is_autocast_enabled(x.device.type) else z.to(x.dtype)
+            if self._is_one_node(x):
+                z = implicit_equilibrium(self._as_samples(x), self._rule(), *self.operator.raw)
+            else:
+                z = equilibrium(*self._operands(x), self._rule())
+        z = z if z.shape == x.shape else z.reshape(x.shape)
+        return z if z.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else z.to(x.dtype)
 
     @torch.no_grad()
     def solve(self, x: Tensor, *, solver: Solver | None = None) -> Solution:
@@ -214,6 +226,13 @@ class PcDEQ(nn.Module):
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The injected input, (samples, *state), and the weight, in the dtype of the solve."""
+        x = self._as_samples(x)
+        weight = self.operator.effective_weight()
+        dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+        return self.inject(x if x.dtype == dtype else x.to(dtype)), weight if weight.dtype == dtype else weight.to(dtype)
+
+    def _as_samples(self, x: Tensor) -> Tensor:
+        """The input, checked, as (samples, *state)."""
         if x.ndim < self.operator.state_ndim:
             raise UsageError(
                 f"one sample has {self.operator.state_ndim} dimensions but the input has shape {tuple(x.shape)}"
@@ -221,15 +240,27 @@ class PcDEQ(nn.Module):
         if not x.is_floating_point():
             raise UsageError(f"the input must be a floating point tensor, got {x.dtype}; use x.float()")
         self.operator.check_input(x)
-        weight = self.operator.effective_weight()
-        dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-        if x.ndim != self.operator.state_ndim + 1:
-            x = x.reshape(-1, *x.shape[x.ndim - self.operator.state_ndim :])
-        return self.inject(x.to(dtype)), weight.to(dtype)
+        if x.ndim == self.operator.state_ndim + 1:
+            return x
+        return x.reshape(-1, *x.shape[x.ndim - self.operator.state_ndim :])
+
+    def _is_one_node(self, x: Tensor) -> bool:
+        """Whether injection, weight and equilibrium can be one node of the graph: all are ours, and need no cast."""
+        return (
+            self.gradient == "implicit"
+            and torch.is_grad_enabled()
+            and self.injection is None
+            and type(self.operator).effective_weight is Operator.effective_weight
+            and x.dtype in (torch.float32, torch.float64)
+            and all(parameter.dtype == x.dtype for parameter in self.operator.raw)
+        )
 
     def _rule(self) -> Rule:
         return Rule(
             self.operator.bind,
+            self.operator.form,
+            self._injection_form,
+            self.floor,
             self.activation,
             self.solver,
             self.adjoint_solver,

@@ -152,14 +152,21 @@ class _Nonnegative(torch.autograd.Function):
     """max(v, 0), whose gradient also passes where it would bring a negative v back."""
 
     @staticmethod
-    def forward(ctx, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(v)
+    def value(v: Tensor) -> Tensor:
         return v.clamp(min=0.0)
 
     @staticmethod
+    def gradients(v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad * _passes(v, grad),)
+
+    @staticmethod
+    def forward(ctx, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(v)
+        return _Nonnegative.value(v)
+
+    @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (v,) = ctx.saved_tensors
-        return grad * _passes(v, grad)
+        return _Nonnegative.gradients(*ctx.saved_tensors, grad)
 
 
 class _Normalised(torch.autograd.Function):
@@ -170,15 +177,22 @@ class _Normalised(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, v: Tensor, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def value(v: Tensor, g: Tensor) -> Tensor:
+        if KERNELS is not None and _by_rows(v, g):
+            weight = torch.empty_like(v)
+            KERNELS.normalise(*_sizes(v), v.data_ptr(), g.data_ptr(), weight.data_ptr())
+            return weight
         direction, scale = v.clamp(min=0.0), g.clamp(min=0.0)
-        ctx.save_for_backward(v, g)
         norm = _row_norm(direction)
         return direction * (scale / (norm + (norm == 0)))
 
     @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        v, g = ctx.saved_tensors
+    def gradients(v: Tensor, g: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        if KERNELS is not None and _by_rows(v, g) and not torch.is_grad_enabled():
+            grad = grad.contiguous(memory_format=_memory_format(v))
+            grad_v, grad_g = torch.empty_like(v), torch.empty_like(g)
+            KERNELS.normalise_gradient(*_sizes(v), *(t.data_ptr() for t in (v, g, grad, grad_v, grad_g)))
+            return grad_v, grad_g
         direction = v.clamp(min=0.0)
         norm = _row_norm(direction)
         empty = norm == 0
@@ -189,6 +203,25 @@ class _Normalised(torch.autograd.Function):
         grad_v = scale * (grad - direction * along)
         grad_g = along + empty * (grad.sum(rows, keepdim=True) * math.sqrt(v.shape[0] / v.numel()))
         return grad_v * _passes(v, grad_v), grad_g * _passes(g, grad_g)
+
+    @staticmethod
+    def forward(ctx, v: Tensor, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(v, g)
+        return _Normalised.value(v, g)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Normalised.gradients(*ctx.saved_tensors, grad)
+
+
+def _sizes(v: Tensor) -> tuple[int, int]:
+    return v.shape[0], v.numel() // v.shape[0]
+
+
+def _by_rows(v: Tensor, g: Tensor) -> bool:
+    """Whether the kernels can normalise this weight: float32 on a CPU, each row one block of memory."""
+    plain = v.device.type == "cpu" and v.dtype == g.dtype == torch.float32
+    return plain and v.is_contiguous(memory_format=_memory_format(v)) and g.is_contiguous()
 
 
 class Operator(nn.Module, ABC):
@@ -244,18 +277,26 @@ class Operator(nn.Module, ABC):
         if self.weight_norm:
             self.weight_g.copy_(_row_norm(direction))
 
+    @property
+    def form(self) -> type[_Normalised] | type[_Nonnegative]:
+        """How the weight in use follows from the `raw` parameters, and gradients go back."""
+        return _Normalised if self.weight_norm else _Nonnegative
+
+    @property
+    def raw(self) -> tuple[Tensor, ...]:
+        """The parameters that make up the weight."""
+        return (self.weight_v, self.weight_g) if self.weight_norm else (self.weight,)
+
     def effective_weight(self) -> Tensor:
         """The weight in use: >= 0, normalised, differentiable."""
-        if self.weight_norm:
-            return _Normalised.apply(self.weight_v, self.weight_g)  # pyright: ignore[reportReturnType]
-        return _Nonnegative.apply(self.weight)  # pyright: ignore[reportReturnType]
+        if torch.is_grad_enabled():
+            return self.form.apply(*self.raw)  # pyright: ignore[reportReturnType]
+        return self.form.value(*self.raw)
 
     @torch.no_grad()
     def effective_weight_in(self, dtype: torch.dtype) -> Tensor:
         """The weight in use, computed in another dtype from the stored parameters."""
-        if self.weight_norm:
-            return _Normalised.apply(self.weight_v.to(dtype), self.weight_g.to(dtype))  # pyright: ignore[reportReturnType]
-        return _Nonnegative.apply(self.weight.to(dtype))  # pyright: ignore[reportReturnType]
+        return self.form.value(*(parameter.to(dtype) for parameter in self.raw))
 
     @abstractmethod
     def bind(self, weight: Tensor) -> LinearMap:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from pcdeq.equation import Equation
 from pcdeq.operators import DenseMap, LinearMap
+from pcdeq.solvers import Guess
 
-# How much of the running means one batch replaces: batch norm's default.
-MOMENTUM = 0.1
-# The matrix B costs n³ to renew; every so many batches is often enough, and up to this size affordable.
-RENEW_EVERY = 16
+# After the first batches one in so many is looked at, and replaces this part of the running means.
+FIRST, LOOK_EVERY = 16, 16
+MOMENTUM = 0.5
+# The matrix B costs n³ at each look: up to this size it is affordable.
 LARGEST_RESPONSE = 1024
 
 
@@ -44,34 +45,46 @@ class WarmStart(nn.Module):
             self.register_buffer(name, torch.empty(0))
         self.register_buffer("observed", torch.zeros((), dtype=torch.int64))
 
-    def guess(self, equation: Equation) -> Tensor | None:
+    def guess(self, equation: Equation) -> Guess | None:
         """A guess of Wz*, broadcastable to x and >= 0; None before anything was learned."""
-        dtype = equation.x.dtype
         if self.product.shape != equation.x.shape[1:]:
             return None
-        product = _admissible(self.product.to(dtype))
-        if not self.response.numel():
-            return product
-        residual = equation.activation.value(equation.x + product) - self.mean.to(dtype)
-        return _admissible(torch.addmm(product, residual, self.response.to(dtype).T))
+        dtype = equation.x.dtype
+        buffers = (self.product, self.mean, self.response)
+        base, mean, response = buffers if self.product.dtype == dtype else (t.to(dtype) for t in buffers)
 
-    def adjoint(self, grad: Tensor) -> Tensor | None:
+        def evaluate() -> Tensor:
+            product = _admissible(base)
+            if not response.numel():
+                return product
+            residual = equation.activation.value(equation.x + product) - mean
+            return _admissible(torch.addmm(product, residual, response.T))
+
+        return Guess(evaluate, base, mean, response) if response.numel() else Guess(evaluate, base)
+
+    def adjoint(self, grad: Tensor) -> Guess | None:
         """A guess of Jᵀy for the solution of y = Jᵀy + grad; None where nothing is known."""
         if not self.response.numel() or grad.shape[1:] != self.mean.shape:
             return None
-        guess = (grad * self.slope.to(grad.dtype)) @ self.response.to(grad.dtype)
-        return torch.nan_to_num(guess, nan=0.0, posinf=0.0, neginf=0.0)
+        slope, response = self.slope.to(grad.dtype), self.response.to(grad.dtype)
+
+        def evaluate() -> Tensor:
+            return torch.nan_to_num((grad * slope) @ response, nan=0.0, posinf=0.0, neginf=0.0)
+
+        return Guess(evaluate, mean=slope, response=response)
 
     def observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
         """Learn from a batch of equilibria and their slopes."""
+        seen = int(self.observed)
+        self.observed += 1
+        if seen >= FIRST and seen % LOOK_EVERY:
+            return
         mean = z.mean(0)  # NaN for an empty batch: it shows the shape, so that all processes of a group have it
         _blend(self.product, linear.apply(mean[None])[0])
         if isinstance(linear, DenseMap) and len(mean) <= LARGEST_RESPONSE:
             _blend(self.mean, mean)
             _blend(self.slope, slope.mean(0))
-            if int(self.observed) % RENEW_EVERY == 0:
-                self._renew(linear.weight)
-        self.observed += 1
+            self._renew(linear.weight)
 
     def _renew(self, weight: Tensor) -> None:
         identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)

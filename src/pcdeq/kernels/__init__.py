@@ -6,7 +6,11 @@ import importlib
 import os
 from typing import Any
 
-import torch  # noqa: F401  its OpenMP runtime must be loaded before the kernels
+import torch  # its OpenMP runtime must be loaded before the kernels
+from torch import Tensor
+
+# Below this many numbers a second thread costs more than it saves.
+PARALLEL_FROM = 32_768
 
 
 def _load() -> Any | None:
@@ -20,3 +24,15 @@ def _load() -> Any | None:
 
 
 KERNELS = _load()
+
+
+def is_native(x: Tensor) -> bool:
+    """Whether x is what the kernels take: float32 on a CPU, without gaps."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or not x.numel():
+        return False
+    return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
+def threads(x: Tensor) -> int:
+    """How many threads are worth their while for one pass over x."""
+    return torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1

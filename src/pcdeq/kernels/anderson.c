@@ -60,7 +60,9 @@ INLINE void evaluate(enum activation which, int64_t n, const float *restrict kee
     const float saturated = SATURATED;
 #pragma omp simd reduction(+ : rr, vv, rd, dd)
     for (int64_t i = 0; i < n; i++) {
-        float y = value[i] + offset[i];
+        float product = value[i];
+        if (which != LINEAR) product = product < 0.0f ? 0.0f : product; /* W, z >= 0: below 0 by rounding only */
+        float y = product + offset[i];
         float v = which == LINEAR ? slope[i] * y : activate(which, y, saturated);
         if (keep) v *= keep[i];
         float r = v - point[i];
@@ -81,9 +83,9 @@ INLINE void evaluate(enum activation which, int64_t n, const float *restrict kee
 static sums evaluate_again(const rule *r, const sample *a)
 {
     sums t = { 0, 0, 0, 0 };
-    for (int64_t plane = 0; plane < r->planes; plane++) {
-        const float *value = a->value + plane * r->n, *residual = a->residual + plane * r->n;
-        const float *point = a->point + plane * r->stride;
+    for (int64_t run = 0; run < r->runs; run++) {
+        const float *value = a->value + run * r->n, *residual = a->residual + run * r->n;
+        const float *point = a->point + run * r->stride;
         for (int64_t i = 0; i < r->n; i++) {
             const double v = value[i], res = v - point[i], d = res - residual[i];
             t.squared_residual += res * res;
@@ -99,11 +101,11 @@ VERSIONS
 sums evaluate_sample(const rule *r, const sample *a)
 {
     sums t = { 0, 0, 0, 0 };
-    for (int64_t plane = 0; plane < r->planes; plane++) {
-        const int64_t at = plane * r->n, n = r->n;
+    for (int64_t run = 0; run < r->runs; run++) {
+        const int64_t at = run * r->n, n = r->n;
         float *value = a->value + at;
         const float *offset = a->offset + at, *slope = a->slope ? a->slope + at : NULL;
-        const float *point = a->point + plane * r->stride, *residual = a->residual + at;
+        const float *point = a->point + run * r->stride, *residual = a->residual + at;
 #define RUN(A, KEEP) evaluate(A, n, KEEP, value, offset, slope, point, residual, &t)
 #define CASE(A)                                   \
     case A:                                       \
@@ -123,10 +125,10 @@ VERSIONS
 static void advance_sample(const rule *r, const sample *a, float weight)
 {
     const float low = r->low, high = r->high;
-    for (int64_t plane = 0; plane < r->planes; plane++) {
-        const float *restrict value = a->value + plane * r->n;
-        float *restrict point = a->point + plane * r->stride, *restrict best = a->best + plane * r->n;
-        float *restrict residual = a->residual + plane * r->n;
+    for (int64_t run = 0; run < r->runs; run++) {
+        const float *restrict value = a->value + run * r->n;
+        float *restrict point = a->point + run * r->stride, *restrict best = a->best + run * r->n;
+        float *restrict residual = a->residual + run * r->n;
 #pragma omp simd
         for (int64_t i = 0; i < r->n; i++) {
             float v = value[i];
@@ -142,7 +144,7 @@ static void advance_sample(const rule *r, const sample *a, float weight)
 
 void step_sample(const rule *r, const sample *a, sample_state *s)
 {
-    const size_t run = r->n * sizeof(float);
+    const size_t bytes = r->n * sizeof(float);
     sums t = evaluate_sample(r, a);
     if (DOUBTFUL(t.squared_residual) || DOUBTFUL(t.squared_value)) t = evaluate_again(r, a);
     const float norm = (float)sqrt(t.squared_residual);
@@ -152,8 +154,8 @@ void step_sample(const rule *r, const sample *a, sample_state *s)
         const float power = s->power * r->decay, bound = fminf(s->norm, s->largest * power);
         if (!(norm <= bound || relative < r->tol)) {
             s->accelerated = 0; /* rejected: the plain step from where the sample was */
-            for (int64_t plane = 0; plane < r->planes; plane++)
-                memcpy(a->point + plane * r->stride, a->best + plane * r->n, run);
+            for (int64_t run = 0; run < r->runs; run++)
+                memcpy(a->point + run * r->stride, a->best + run * r->n, bytes);
             return;
         }
         s->power = power;
@@ -165,14 +167,14 @@ void step_sample(const rule *r, const sample *a, sample_state *s)
         weight = weight < 1.0f ? weight : 0.0f;
     } else {
         s->power = 1.0f;
-        memcpy(a->best, a->value, r->planes * run); /* it was never written, and 0 * NaN is NaN */
+        memcpy(a->best, a->value, r->runs * bytes); /* it was never written, and 0 * NaN is NaN */
     }
     s->accelerated = weight != 0.0f;
     s->started = 1;
     s->norm = norm;
     s->relative = relative;
     s->done = !(relative >= r->tol); /* a NaN stops its sample */
-    if (s->done) memcpy(a->best, a->value, r->planes * run); /* no further candidate is wanted */
+    if (s->done) memcpy(a->best, a->value, r->runs * bytes); /* no further candidate is wanted */
     else advance_sample(r, a, weight);
 }
 
@@ -183,14 +185,14 @@ PyObject *anderson_step(PyObject *self, PyObject *args)
     long long samples, n;
     unsigned long long value, offset, slope, point, best, residual, state;
     int threads, active = 0;
-    rule r = { .planes = 1 };
+    rule r = { .runs = 1 };
     if (!PyArg_ParseTuple(args, "iLLKKKKKKKffffi", &r.which, &samples, &n, &value, &offset, &slope, &point, &best,
                           &residual, &state, &r.tol, &r.decay, &r.low, &r.high, &threads))
         return NULL;
     r.n = r.stride = n;
     sample_state *states = (sample_state *)(uintptr_t)state;
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : active) if (samples * n > 16384)
+#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(+ : active) if (samples * n > 16384)
     for (int64_t i = 0; i < samples; i++) {
         const int64_t at = i * n;
         const sample a = { FLOATS(value) + at, FLOATS(point) + at, FLOATS(best) + at, FLOATS(residual) + at,

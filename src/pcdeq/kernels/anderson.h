@@ -11,11 +11,11 @@ enum activation { TANH, SOFTSIGN, RELU6, SIGMOID, ONE_MINUS_EXP, HARD_TANH, HARD
  * "accelerated" says that the candidate is a proposal, not the plain step. */
 typedef struct { float norm, largest, power, relative; int32_t steps, done, accelerated, started; } sample_state;
 
-/* What all samples of a solve share. A sample is `planes` runs of n numbers; in `point` the runs lie `stride`
+/* What all samples of a solve share. A sample is `runs` runs of n numbers; in `point` the runs lie `stride`
  * apart. Where keep is given, a place of a run whose keep is 0 is padding: there everything is 0. */
 typedef struct {
     int which;
-    int64_t planes, n, stride;
+    int64_t runs, n, stride;
     const float *keep;
     float tol, decay, low, high;
 } rule;

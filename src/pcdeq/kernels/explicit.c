@@ -61,25 +61,25 @@ static void repeat(int64_t channels, float *tile)
     for (int64_t j = channels; j < TILE * channels; j++) tile[j] = tile[j - channels];
 }
 
-/* The rows of thread i of n; every thread but the last has whole tiles. */
-static int64_t first_row(int64_t rows, int64_t i, int64_t n) { return i == n ? rows : rows / TILE * i / n * TILE; }
+/* The first row of a part; every part but the last has whole tiles. */
+static int64_t first_row(int64_t rows, int64_t part) { return part == PARTS ? rows : PART_FIRST(rows / TILE, part) * TILE; }
 
-/* Sum over all rows on all threads. totals holds `channels` sums and as many products. */
+/* Sum over all rows. totals holds `channels` sums and as many products. */
 static int sum_all(int64_t rows, int64_t channels, int threads, const float *a, const float *b, const float *from,
                    const float *shift, double *totals)
 {
-    float *scratch = malloc((size_t)threads * 2 * TILE * channels * sizeof(float));
-    double *parts = calloc((size_t)threads * 2 * channels, sizeof(double));
+    float *scratch = malloc((size_t)PARTS * 2 * TILE * channels * sizeof(float));
+    double *parts = calloc((size_t)PARTS * 2 * channels, sizeof(double));
     if (scratch && parts) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int i = 0; i < threads; i++) {
-            const int64_t first = first_row(rows, i, threads), last = first_row(rows, i + 1, threads);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+        for (int i = 0; i < PARTS; i++) {
+            const int64_t first = first_row(rows, i), last = first_row(rows, i + 1);
             double *part = parts + 2 * channels * i;
             sum_rows(last - first, channels, a + first * channels, b + first * channels, from, shift,
                      scratch + 2 * TILE * channels * i, part, part + channels);
         }
         memset(totals, 0, 2 * channels * sizeof(double));
-        for (int i = 0; i < threads; i++)
+        for (int i = 0; i < PARTS; i++)
             for (int64_t c = 0; c < 2 * channels; c++) totals[c] += parts[2 * channels * i + c];
     }
     const int ok = scratch && parts;
@@ -91,27 +91,29 @@ static int sum_all(int64_t rows, int64_t channels, int threads, const float *a, 
 static void combine_all(int64_t rows, int64_t channels, int threads, const float *a, const float *b,
                         const float *scale, const float *slope, const float *shift, float *out)
 {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int i = 0; i < threads; i++) {
-        const int64_t first = first_row(rows, i, threads), last = first_row(rows, i + 1, threads);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int i = 0; i < PARTS; i++) {
+        const int64_t first = first_row(rows, i), last = first_row(rows, i + 1);
         const int64_t at = first * channels;
         combine_rows(last - first, channels, a + at, b + at, scale, slope, shift, out + at);
     }
 }
 
-/* y = weight (x - mean) / sqrt(variance + eps) + bias; also gives mean and 1 / sqrt(...), and the variance. */
+/* y = weight (x - mean) / sqrt(variance + eps) + bias by the statistics of the batch, which are kept as mean and
+ * 1 / sqrt(...), and of which the running statistics take over a part. */
 PyObject *batch_norm_forward(PyObject *self, PyObject *args)
 {
     (void)self;
     long long rows, channels;
-    unsigned long long x_, weight_, bias_, y_, mean_, inverse_, variance_;
-    float eps;
+    unsigned long long x_, weight_, bias_, y_, mean_, inverse_, running_mean_, running_variance_;
+    float eps, momentum;
     int threads;
-    if (!PyArg_ParseTuple(args, "LLKKKKKKKfi", &rows, &channels, &x_, &weight_, &bias_, &y_, &mean_, &inverse_,
-                          &variance_, &eps, &threads))
+    if (!PyArg_ParseTuple(args, "LLKKKKKKKKffi", &rows, &channels, &x_, &weight_, &bias_, &y_, &mean_, &inverse_,
+                          &running_mean_, &running_variance_, &momentum, &eps, &threads))
         return NULL;
     const float *x = FLOATS(x_), *weight = FLOATS(weight_), *bias = FLOATS(bias_);
-    float *y = FLOATS(y_), *mean = FLOATS(mean_), *inverse = FLOATS(inverse_), *variance = FLOATS(variance_);
+    float *y = FLOATS(y_), *mean = FLOATS(mean_), *inverse = FLOATS(inverse_);
+    float *running_mean = FLOATS(running_mean_), *running_variance = FLOATS(running_variance_);
     const int64_t tile = TILE * channels;
     float *tiles = calloc(3 * tile, sizeof(float));
     double *totals = malloc(2 * channels * sizeof(double));
@@ -124,11 +126,12 @@ PyObject *batch_norm_forward(PyObject *self, PyObject *args)
         repeat(channels, shift);
         ok = ok && sum_all(rows, channels, threads, x, x, shift, shift, totals);
         for (int64_t c = 0; ok && c < channels; c++) {
-            const double v = totals[channels + c] / rows;
-            variance[c] = (float)v;
-            inverse[c] = (float)(1 / sqrt(v + eps));
+            const double variance = totals[channels + c] / rows;
+            inverse[c] = (float)(1 / sqrt(variance + eps));
             scale[c] = weight[c] * inverse[c];
             shift[c] = bias[c] - mean[c] * scale[c];
+            running_mean[c] += momentum * (mean[c] - running_mean[c]);
+            running_variance[c] += momentum * ((float)(variance * rows / (rows - 1)) - running_variance[c]);
         }
         repeat(channels, scale);
         repeat(channels, shift);
@@ -138,6 +141,33 @@ PyObject *batch_norm_forward(PyObject *self, PyObject *args)
     free(tiles);
     free(totals);
     if (!ok) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* The same by the running statistics. */
+PyObject *batch_norm_inference(PyObject *self, PyObject *args)
+{
+    (void)self;
+    long long rows, channels;
+    unsigned long long x, weight, bias, mean, variance, y;
+    float eps;
+    int threads;
+    if (!PyArg_ParseTuple(args, "LLKKKKKKfi", &rows, &channels, &x, &weight, &bias, &mean, &variance, &y, &eps, &threads))
+        return NULL;
+    const int64_t tile = TILE * channels;
+    float *tiles = calloc(3 * tile, sizeof(float));
+    if (!tiles) return PyErr_NoMemory();
+    float *scale = tiles, *shift = tiles + tile, *zero = tiles + 2 * tile;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t c = 0; c < channels; c++) {
+        scale[c] = (float)(FLOATS(weight)[c] / sqrt((double)FLOATS(variance)[c] + eps));
+        shift[c] = FLOATS(bias)[c] - FLOATS(mean)[c] * scale[c];
+    }
+    repeat(channels, scale);
+    repeat(channels, shift);
+    combine_all(rows, channels, threads, FLOATS(x), FLOATS(x), scale, zero, shift, FLOATS(y));
+    Py_END_ALLOW_THREADS
+    free(tiles);
     Py_RETURN_NONE;
 }
 
@@ -224,7 +254,7 @@ PyObject *max_pool_forward(PyObject *self, PyObject *args)
     int32_t *which = INTS(which_);
     const int64_t row = width * channels;
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, 32) num_threads(threads) if (threads > 1)
     for (int64_t line = 0; line < samples * height; line++) {
         const int64_t y = line % height, at = line * row;
         for (int64_t i = 0; i < row; i++) out[at + i] = -INFINITY, which[at + i] = 4;
@@ -252,7 +282,7 @@ PyObject *max_pool_backward(PyObject *self, PyObject *args)
     float *out = FLOATS(out_);
     const int64_t row = width * channels;
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, 32) num_threads(threads) if (threads > 1)
     for (int64_t line = 0; line < samples * height; line++) {
         /* Input row y is seen by output row y - dy under the code of (dy, dx). */
         const int64_t y = line % height, at = line * row;

@@ -15,6 +15,19 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
+/* Work is cut into so many parts, whatever the number of threads, and each thread takes the next part when it is done
+ * with one: no thread waits long for another on a busy machine, and sums over parts are always the same. */
+enum { PARTS = 8 };
+#define PART_FIRST(n, part) ((n) * (part) / PARTS)
+#define PART_SIZE(n, part) (PART_FIRST(n, (part) + 1) - PART_FIRST(n, part))
+
+#ifdef _OPENMP
+#include <omp.h>
+#define THREAD omp_get_thread_num()
+#else
+#define THREAD 0
+#endif
+
 /* Pointers travel from Python as integers. */
 #define FLOATS(address) ((float *)(uintptr_t)(address))
 #define INTS(address) ((int32_t *)(uintptr_t)(address))
@@ -22,7 +35,12 @@
 PyObject *anderson_step(PyObject *self, PyObject *args);
 PyObject *solve(PyObject *self, PyObject *args);
 PyObject *conv_weight_gradient(PyObject *self, PyObject *args);
+PyObject *softplus(PyObject *self, PyObject *args);
+PyObject *softplus_gradient(PyObject *self, PyObject *args);
+PyObject *normalise(PyObject *self, PyObject *args);
+PyObject *normalise_gradient(PyObject *self, PyObject *args);
 PyObject *batch_norm_forward(PyObject *self, PyObject *args);
+PyObject *batch_norm_inference(PyObject *self, PyObject *args);
 PyObject *batch_norm_backward(PyObject *self, PyObject *args);
 PyObject *max_pool_forward(PyObject *self, PyObject *args);
 PyObject *max_pool_backward(PyObject *self, PyObject *args);

@@ -1,8 +1,9 @@
-/* Wz for one sample that lies in the cache: 3x3 convolutions of few channels, and small dense matrices.
+/* Wz for one sample that lies in the cache: 3x3 convolutions, and small dense matrices.
  *
- * A convolution of an image whose rows follow each other with one place of padding between them is a sum of nine
- * shifted copies of the whole image, so it vectorises over pixels whatever the width. A tile of OUTS output channels by
- * VECTORS vectors of pixels stays in registers while it runs over all input channels and taps.
+ * Convolutions take Winograd's way, F(4x4, 3x3) (Lavin & Gray 2016): an image is cut into tiles of 4x4 outputs, each of
+ * which needs 6x6 inputs. Both are transformed so that the convolution is one product of matrices for each of 36
+ * frequencies, a quarter of the multiplications. Its rounding error is some ten times that of the plain sum, 1e-6
+ * relative to the largest numbers around; solvers/fused.py knows for which tolerances that is good enough.
  */
 #include "product.h"
 #include <string.h>
@@ -11,145 +12,188 @@ typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(
 #define AT(pointer) (*(const vector *)(pointer))
 #define SET(pointer) (*(vector *)(pointer))
 
+enum { OUT = 4, IN = 6, FREQUENCIES = IN * IN };
+enum { CHUNK = 96 * 1024 }; /* numbers: what is worked on at a time stays in the second cache */
+enum { APART = 16 };        /* numbers between two frequencies, lest all fall into the same sets of the first cache */
+
 static int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 layout layout_of(int conv, int64_t channels, int64_t height, int64_t width)
 {
-    layout l = { .channels = channels, .height = height, .width = width, .conv = conv };
-    l.row = conv ? width + 1 : width;
-    l.n = round_up(conv ? height * l.row - 1 : width);
-    l.halo = conv ? round_up(l.row + 1) : 0;
-    l.stride = l.n + 2 * l.halo;
+    layout l = { .conv = conv, .channels = channels, .height = height, .width = width, .lanes = round_up(channels) };
+    l.runs = conv ? height : 1;
+    l.n = conv ? width * l.lanes : l.lanes;
+    l.tiles_down = (height + OUT - 1) / OUT;
+    l.tiles_across = (width + OUT - 1) / OUT;
+    l.stride = conv ? (OUT * l.tiles_across + 2) * l.lanes : l.n;
+    l.first = conv ? l.stride + l.lanes : 0;
+    l.padded = conv ? (OUT * l.tiles_down + 2) * l.stride : l.n;
     return l;
 }
 
 void fill_keep(const layout *l, float *keep)
 {
-    memset(keep, 0, l->n * sizeof(float));
-    for (int64_t y = 0; y < l->height; y++)
-        for (int64_t x = 0; x < l->width; x++) keep[y * l->row + x] = 1.0f;
+    for (int64_t i = 0; i < l->n; i++) keep[i] = i % l->lanes < l->channels ? 1.0f : 0.0f;
 }
 
-/* Copies one sample; `to` holds zeros where nothing is written. */
+/* n numbers, few and not a constant: a call of memcpy would take longer. */
+INLINE void copy(int64_t n, const float *from, float *to)
+{
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) SET(to + i) = AT(from + i);
+    for (; i < n; i++) to[i] = from[i];
+}
+
+VERSIONS
 void load(const layout *l, const strides *t, const float *from, float *to, int64_t stride)
 {
-    for (int64_t y = 0; y < l->height; y++)
-        for (int64_t c = 0; c < l->channels; c++) {
-            const float *in = from + y * t->row + c * t->channel;
-            float *out = to + c * stride + y * l->row;
-            if (t->column == 1) memcpy(out, in, l->width * sizeof(float));
-            else
-                for (int64_t x = 0; x < l->width; x++) out[x] = in[x * t->column];
-        }
+    for (int64_t y = 0; y < l->height; y++) {
+        const float *in = from + y * t->row;
+        float *out = to + y * stride;
+        if (t->channel == 1)
+            for (int64_t x = 0; x < l->width; x++) copy(l->channels, in + x * t->column, out + x * l->lanes);
+        else
+            for (int64_t c = 0; c < l->channels; c++)
+                for (int64_t x = 0; x < l->width; x++) out[x * l->lanes + c] = in[c * t->channel + x * t->column];
+    }
 }
 
+VERSIONS
 void store(const layout *l, const strides *t, const float *from, float *to)
 {
-    for (int64_t y = 0; y < l->height; y++)
-        for (int64_t c = 0; c < l->channels; c++) {
-            const float *in = from + c * l->n + y * l->row;
-            float *out = to + y * t->row + c * t->channel;
-            if (t->column == 1) memcpy(out, in, l->width * sizeof(float));
-            else
-                for (int64_t x = 0; x < l->width; x++) out[x * t->column] = in[x];
-        }
+    for (int64_t y = 0; y < l->height; y++) {
+        const float *in = from + y * l->n;
+        float *out = to + y * t->row;
+        if (t->channel == 1)
+            for (int64_t x = 0; x < l->width; x++) copy(l->channels, in + x * l->lanes, out + x * t->column);
+        else
+            for (int64_t c = 0; c < l->channels; c++)
+                for (int64_t x = 0; x < l->width; x++) out[c * t->channel + x * t->column] = in[x * l->lanes + c];
+    }
 }
 
-/* Tiles of 3 channels by 4 vectors, or of 4 by 3 where that wastes less: twelve accumulators either way. */
-static int tile_vectors(const layout *l)
+/* The transforms in one dimension: six inputs, four outputs, three weights. */
+INLINE void transform_input(const vector *d, int64_t step, vector *out, int64_t out_step)
 {
-    const int64_t vectors = l->n / LANES;
-    return (vectors + 3) / 4 * 4 <= (vectors + 2) / 3 * 3 ? 4 : 3;
+    const vector even = d[4 * step] - 4.0f * d[2 * step], odd = d[3 * step] - 4.0f * d[step];
+    const vector near = d[4 * step] - d[2 * step], twice = 2.0f * (d[3 * step] - d[step]);
+    out[0] = 4.0f * d[0] - 5.0f * d[2 * step] + d[4 * step];
+    out[out_step] = even + odd;
+    out[2 * out_step] = even - odd;
+    out[3 * out_step] = near + twice;
+    out[4 * out_step] = near - twice;
+    out[5 * out_step] = 4.0f * d[step] - 5.0f * d[3 * step] + d[5 * step];
 }
 
-static int64_t tile_outs(const layout *l) { return 12 / tile_vectors(l); }
-
-int64_t packed_size(const layout *l)
+INLINE void transform_output(const vector *m, int64_t step, vector *out, int64_t out_step)
 {
-    if (!l->conv) return l->width * l->n;
-    const int64_t outs = tile_outs(l);
-    return (l->channels + outs - 1) / outs * outs * l->channels * 9;
+    const vector sum1 = m[step] + m[2 * step], difference1 = m[step] - m[2 * step];
+    const vector sum2 = m[3 * step] + m[4 * step], difference2 = m[3 * step] - m[4 * step];
+    out[0] = m[0] + sum1 + sum2;
+    out[out_step] = difference1 + 2.0f * difference2;
+    out[2 * out_step] = sum1 + 4.0f * sum2;
+    out[3 * out_step] = difference1 + 8.0f * difference2 + m[5 * step];
 }
 
-/* Dense: column by column, each as long as a run. Convolution: tile of outputs, input channel, tap, output. */
+static void transform_weight(const double *w, int64_t step, double *out, int64_t out_step)
+{
+    const double a = w[0], b = w[step], c = w[2 * step];
+    out[0] = a / 4;
+    out[out_step] = -(a + b + c) / 6;
+    out[2 * out_step] = -(a - b + c) / 6;
+    out[3 * out_step] = a / 24 + b / 12 + c / 6;
+    out[4 * out_step] = a / 24 - b / 12 + c / 6;
+    out[5 * out_step] = c;
+}
+
+int64_t packed_size(const layout *l) { return (l->conv ? FREQUENCIES : 1) * l->channels * l->lanes; }
+
+static void pack_dense(const layout *l, int transposed, const float *weight, float *packed)
+{
+    const int64_t n = l->channels, block = 16;
+    for (int64_t i = 0; transposed && i < n; i++) memcpy(packed + i * l->lanes, weight + i * n, n * sizeof(float));
+    for (int64_t top = 0; !transposed && top < n; top += block) /* in blocks, for the cache's sake */
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t o = top; o < n && o < top + block; o++) packed[i * l->lanes + o] = weight[o * n + i];
+}
+
+/* In the order frequency, input, output filled up; a dense weight has one frequency. */
 void pack(const layout *l, int transposed, const float *weight, float *packed)
 {
+    const int64_t channels = l->channels;
     memset(packed, 0, packed_size(l) * sizeof(float));
     if (!l->conv) {
-        const int64_t n = l->width;
-        for (int64_t i = 0; i < n; i++)
-            for (int64_t j = 0; j < n; j++) packed[j * l->n + i] = transposed ? weight[j * n + i] : weight[i * n + j];
+        pack_dense(l, transposed, weight, packed);
         return;
     }
-    const int64_t channels = l->channels, outs = tile_outs(l);
-    for (int64_t o = 0; o < channels; o++)
-        for (int64_t i = 0; i < channels; i++)
-            for (int64_t tap = 0; tap < 9; tap++) {
-                const int64_t from = transposed ? (i * channels + o) * 9 + 8 - tap : (o * channels + i) * 9 + tap;
-                packed[((o / outs * channels + i) * 9 + tap) * outs + o % outs] = weight[from];
-            }
+    for (int64_t i = 0; i < channels; i++)
+        for (int64_t o = 0; o < channels; o++) {
+            const int64_t at = transposed ? i * channels + o : o * channels + i;
+            double w[9], half[3 * IN], whole[FREQUENCIES];
+            for (int tap = 0; tap < 9; tap++) w[tap] = weight[9 * at + (transposed ? 8 - tap : tap)];
+            for (int x = 0; x < 3; x++) transform_weight(w + x, 3, half + x, 3);
+            for (int y = 0; y < IN; y++) transform_weight(half + 3 * y, 1, whole + IN * y, 1);
+            for (int f = 0; f < FREQUENCIES; f++)
+                packed[(f * channels + i) * l->lanes + o] = (float)whole[f];
+        }
 }
 
-INLINE void convolve_tile(int outs, int vectors, const layout *l, const float *weight, const float *z, float *out,
-                          int64_t count)
+/* out[row] = Σ_j a[row][j] weight[j] for some rows and vectors of outputs, all sums in registers. */
+INLINE void multiply_tile(int rows, int vectors, int64_t inputs, int64_t lanes, const float *a, const float *weight,
+                          float *out)
 {
-    vector sum[4][4];
-    for (int o = 0; o < outs; o++)
-        for (int v = 0; v < vectors; v++) sum[o][v] = (vector){ 0 };
-    for (int64_t channel = 0; channel < l->channels; channel++, z += l->stride) {
-        const float *line = z - l->row - 1;
-        for (int dy = 0; dy < 3; dy++, line += l->row) {
+    vector sum[6][3];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) sum[r][v] = (vector){ 0 };
+    for (int64_t j = 0; j < inputs; j++) {
+        const float *w = weight + j * lanes;
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const vector number = a[r * lanes + j] - (vector){ 0 };
 #pragma GCC unroll 3
-            for (int dx = 0; dx < 3; dx++, weight += outs) {
-                /* Twelve sums, the smaller side of the tile and one more: the sixteen registers of AVX2. */
-                if (outs <= vectors) {
-#pragma GCC unroll 4
-                    for (int v = 0; v < vectors; v++) {
-                        const vector pixels = AT(line + dx + v * LANES);
-#pragma GCC unroll 4
-                        for (int o = 0; o < outs; o++) sum[o][v] += weight[o] * pixels;
-                    }
-                } else {
-#pragma GCC unroll 4
-                    for (int o = 0; o < outs; o++) {
-                        const vector w = weight[o] - (vector){ 0 };
-#pragma GCC unroll 4
-                        for (int v = 0; v < vectors; v++) sum[o][v] += w * AT(line + dx + v * LANES);
-                    }
-                }
-            }
+            for (int v = 0; v < vectors; v++) sum[r][v] += number * AT(w + v * LANES);
         }
     }
-    for (int o = 0; o < outs; o++)
-        if (o < count)
-            for (int v = 0; v < vectors; v++) SET(out + o * l->n + v * LANES) = sum[o][v];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) SET(out + r * lanes + v * LANES) = sum[r][v];
 }
 
-INLINE void convolve(int outs, int vectors, const layout *l, const float *packed, const float *z, float *out)
+/* The same for all rows, `most` at a time, and some vectors of outputs. */
+INLINE void multiply_columns(int most, int vectors, int64_t rows, int64_t inputs, int64_t lanes, const float *a,
+                             const float *weight, float *out)
 {
-    const int64_t tile = vectors * LANES;
-    for (int64_t o = 0; o < l->channels; o += outs)
-        for (int64_t start = 0; start < l->n; start += tile) {
-            /* The last tile overlaps the one before, unless the image is smaller than a tile; then it reads and
-             * writes into what follows, which the halo and the caller's slack allow. */
-            const int64_t at = start + tile <= l->n || l->n < tile ? start : l->n - tile;
-            convolve_tile(outs, vectors, l, packed + o * l->channels * 9, z + at, out + o * l->n + at,
-                          l->channels - o);
-        }
+    int64_t r = 0;
+    for (; r + most <= rows; r += most) multiply_tile(most, vectors, inputs, lanes, a + r * lanes, weight, out + r * lanes);
+    if (most > 4 && r + 4 <= rows) {
+        multiply_tile(4, vectors, inputs, lanes, a + r * lanes, weight, out + r * lanes);
+        r += 4;
+    }
+    for (; r + 2 <= rows; r += 2) multiply_tile(2, vectors, inputs, lanes, a + r * lanes, weight, out + r * lanes);
+    for (; r < rows; r++) multiply_tile(1, vectors, inputs, lanes, a + r * lanes, weight, out + r * lanes);
 }
 
-/* Runs of 8 vectors of outputs stay in registers while all inputs are added. */
-INLINE void multiply(const layout *l, const float *packed, const float *z, float *out)
+/* Twelve sums, the vectors of weights and one number: the sixteen registers of AVX2. */
+INLINE void multiply(int64_t rows, int64_t inputs, int64_t lanes, const float *a, const float *weight, float *out)
 {
-    int64_t start = 0;
-#define BLOCK(VECTORS)                                                                         \
-    for (; start + (VECTORS) * LANES <= l->n; start += (VECTORS) * LANES) {                    \
-        vector sum[VECTORS];                                                                   \
-        for (int v = 0; v < (VECTORS); v++) sum[v] = (vector){ 0 };                            \
-        for (int64_t j = 0; j < l->width; j++)                                                 \
-            _Pragma("GCC unroll 10") for (int v = 0; v < (VECTORS); v++)                       \
-                sum[v] += z[j] * AT(packed + j * l->n + start + v * LANES);                    \
-        for (int v = 0; v < (VECTORS); v++) SET(out + start + v * LANES) = sum[v];             \
+    int64_t at = 0;
+    for (; lanes - at >= 4 * LANES || lanes - at == 2 * LANES; at += 2 * LANES)
+        multiply_columns(6, 2, rows, inputs, lanes, a, weight + at, out + at);
+    if (lanes - at == 3 * LANES) multiply_columns(4, 3, rows, inputs, lanes, a, weight + at, out + at);
+    else if (lanes > at) multiply_columns(6, 1, rows, inputs, lanes, a, weight + at, out + at);
+}
+
+/* One row of a matrix by ten vectors of outputs at a time, for a single vector z. */
+INLINE void multiply_vector(int64_t inputs, int64_t lanes, const float *z, const float *weight, float *out)
+{
+    int64_t at = 0;
+#define BLOCK(VECTORS)                                                                              \
+    for (; at + (VECTORS) * LANES <= lanes; at += (VECTORS) * LANES) {                              \
+        vector sum[VECTORS];                                                                        \
+        for (int v = 0; v < (VECTORS); v++) sum[v] = (vector){ 0 };                                 \
+        for (int64_t j = 0; j < inputs; j++)                                                        \
+            _Pragma("GCC unroll 10") for (int v = 0; v < (VECTORS); v++)                            \
+                sum[v] += z[j] * AT(weight + j * lanes + at + v * LANES);                           \
+        for (int v = 0; v < (VECTORS); v++) SET(out + at + v * LANES) = sum[v];                     \
     }
     BLOCK(10)
     BLOCK(4)
@@ -157,47 +201,120 @@ INLINE void multiply(const layout *l, const float *packed, const float *z, float
 #undef BLOCK
 }
 
-VERSIONS
-void product(const layout *l, const float *packed, const float *z, float *out)
+/* How many rows of tiles to work on at a time. */
+static int64_t rows_at_a_time(const layout *l)
 {
-    if (!l->conv) multiply(l, packed, z, out);
-    else if (tile_vectors(l) == 4) convolve(3, 4, l, packed, z, out);
-    else convolve(4, 3, l, packed, z, out);
+    const int64_t rows = CHUNK / (2 * FREQUENCIES * l->lanes * l->tiles_across);
+    return rows < 1 ? 1 : rows > l->tiles_down ? l->tiles_down : rows;
 }
 
-/* For one input channel and one row of taps: y of four output channels against z shifted by -1, 0, 1. */
-INLINE void correlate(int outs, const layout *l, const float *line, const float *y, float *gradient, int64_t outs_stride)
+int64_t product_space(const layout *l)
 {
-    vector sum[4][3];
-    for (int o = 0; o < outs; o++)
-        for (int dx = 0; dx < 3; dx++) sum[o][dx] = (vector){ 0 };
-    for (int64_t i = 0; i < l->n; i += LANES) {
-#pragma GCC unroll 3
-        for (int dx = 0; dx < 3; dx++) {
-            const vector pixels = AT(line + dx + i);
-#pragma GCC unroll 4
-            for (int o = 0; o < outs; o++) sum[o][dx] += AT(y + o * l->n + i) * pixels;
+    return l->conv ? 2 * FREQUENCIES * (l->lanes * l->tiles_across * rows_at_a_time(l) + APART) : 0;
+}
+
+/* Some rows of tiles, in the order frequency, tile, channel. */
+INLINE void gather_tiles(const layout *l, const float *z, int64_t rows, float *out)
+{
+    const int64_t tiles = rows * l->tiles_across, frequency = tiles * l->lanes + APART;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        const float *corner = z + tile / l->tiles_across * OUT * l->stride + tile % l->tiles_across * OUT * l->lanes;
+        for (int64_t c = 0; c < l->lanes; c += LANES) {
+            vector d[FREQUENCIES], half[FREQUENCIES];
+            for (int y = 0; y < IN; y++)
+                for (int x = 0; x < IN; x++) d[y * IN + x] = AT(corner + y * l->stride + x * l->lanes + c);
+            for (int x = 0; x < IN; x++) transform_input(d + x, IN, half + x, IN);
+            for (int y = 0; y < IN; y++) transform_input(half + y * IN, 1, d + y * IN, 1);
+            for (int f = 0; f < FREQUENCIES; f++) SET(out + f * frequency + tile * l->lanes + c) = d[f];
         }
     }
-    for (int o = 0; o < outs; o++)
-        for (int dx = 0; dx < 3; dx++) {
-            const vector s = sum[o][dx];
-            gradient[o * outs_stride + dx] += ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-        }
 }
 
+/* The outputs of the tiles, without those beyond the image. */
+INLINE void scatter_tiles(const layout *l, const float *in, int64_t first_row, int64_t rows, float *out)
+{
+    const int64_t tiles = rows * l->tiles_across, frequency = tiles * l->lanes + APART;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t top = (first_row + tile / l->tiles_across) * OUT, left = tile % l->tiles_across * OUT;
+        const int64_t down = l->height - top < OUT ? l->height - top : OUT;
+        const int64_t across = l->width - left < OUT ? l->width - left : OUT;
+        for (int64_t c = 0; c < l->lanes; c += LANES) {
+            vector m[FREQUENCIES], half[OUT * IN], whole[OUT * OUT];
+            for (int f = 0; f < FREQUENCIES; f++) m[f] = AT(in + f * frequency + tile * l->lanes + c);
+            for (int x = 0; x < IN; x++) transform_output(m + x, IN, half + x, IN);
+            for (int y = 0; y < OUT; y++) transform_output(half + y * IN, 1, whole + y * OUT, 1);
+            for (int64_t y = 0; y < down; y++)
+                for (int64_t x = 0; x < across; x++)
+                    SET(out + (top + y) * l->n + (left + x) * l->lanes + c) = whole[y * OUT + x];
+        }
+    }
+}
+
+VERSIONS
+void product(const layout *l, const float *packed, const float *z, float *out, float *space)
+{
+    if (!l->conv) {
+        multiply_vector(l->channels, l->lanes, z, packed, out);
+        return;
+    }
+    const int64_t most = rows_at_a_time(l);
+    for (int64_t row = 0; row < l->tiles_down; row += most) {
+        const int64_t rows = l->tiles_down - row < most ? l->tiles_down - row : most, tiles = rows * l->tiles_across;
+        const int64_t size = tiles * l->lanes + APART, weights = l->channels * l->lanes;
+        float *inputs = space, *outputs = space + FREQUENCIES * size;
+        gather_tiles(l, z - l->first + row * OUT * l->stride, rows, inputs);
+        for (int f = 0; f < FREQUENCIES; f++)
+            multiply(tiles, l->channels, l->lanes, inputs + f * size, packed + f * weights, outputs + f * size);
+        scatter_tiles(l, outputs, row, rows, out);
+    }
+}
+
+/* gradient[i] += Σ z[pixel][i] y[pixel] for some inputs i and vectors of outputs, over the pixels of some rows. */
+INLINE void correlate(int inputs, int vectors, const layout *l, int64_t rows, const float *z, const float *y,
+                      float *gradient)
+{
+    vector sum[6][3];
+    for (int i = 0; i < inputs; i++)
+        for (int v = 0; v < vectors; v++) sum[i][v] = AT(gradient + i * l->lanes + v * LANES);
+    for (int64_t row = 0; row < rows; row++) {
+        const float *a = z + row * l->stride, *b = y + row * l->n;
+        for (int64_t pixel = 0; pixel < l->width; pixel++, a += l->lanes, b += l->lanes)
+#pragma GCC unroll 6
+            for (int i = 0; i < inputs; i++) {
+                const vector number = a[i] - (vector){ 0 };
+#pragma GCC unroll 3
+                for (int v = 0; v < vectors; v++) sum[i][v] += number * AT(b + v * LANES);
+            }
+    }
+    for (int i = 0; i < inputs; i++)
+        for (int v = 0; v < vectors; v++) SET(gradient + i * l->lanes + v * LANES) = sum[i][v];
+}
+
+INLINE void correlate_columns(int most, int vectors, const layout *l, int64_t rows, const float *z, const float *y,
+                              float *gradient)
+{
+    int64_t i = 0;
+    for (; i + most <= l->channels; i += most)
+        correlate(most, vectors, l, rows, z + i, y, gradient + i * l->lanes);
+    for (; i + 2 <= l->channels; i += 2) correlate(2, vectors, l, rows, z + i, y, gradient + i * l->lanes);
+    if (i < l->channels) correlate(1, vectors, l, rows, z + i, y, gradient + i * l->lanes);
+}
+
+/* A few rows at a time, which stay in the first cache for all taps and channels. */
 VERSIONS
 void add_weight_gradient(const layout *l, const float *z, const float *y, float *gradient)
 {
-    const int64_t channels = l->channels;
-    for (int64_t o = 0; o < channels; o += 4)
-        for (int64_t i = 0; i < channels; i++)
-            for (int dy = 0; dy < 3; dy++) {
-                const float *line = z + i * l->stride + (dy - 1) * l->row - 1;
-                float *out = gradient + (o * channels + i) * 9 + 3 * dy;
-                if (o + 4 <= channels) correlate(4, l, line, y + o * l->n, out, 9 * channels);
-                else
-                    for (int64_t one = o; one < channels; one++)
-                        correlate(1, l, line, y + one * l->n, out + (one - o) * 9 * channels, 9 * channels);
-            }
+    const int64_t most = l->width < 64 ? 64 / l->width : 1;
+    for (int64_t row = 0; row < l->height; row += most) {
+        const int64_t rows = l->height - row < most ? l->height - row : most;
+        for (int tap = 0; tap < 9; tap++) {
+            const float *a = z + (row + tap / 3 - 1) * l->stride + (tap % 3 - 1) * l->lanes, *b = y + row * l->n;
+            float *out = gradient + tap * l->channels * l->lanes;
+            int64_t at = 0;
+            for (; l->lanes - at >= 4 * LANES || l->lanes - at == 2 * LANES; at += 2 * LANES)
+                correlate_columns(6, 2, l, rows, a, b + at, out + at);
+            if (l->lanes - at == 3 * LANES) correlate_columns(4, 3, l, rows, a, b + at, out + at);
+            else if (l->lanes > at) correlate_columns(6, 1, l, rows, a, b + at, out + at);
+        }
+    }
 }

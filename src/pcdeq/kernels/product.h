@@ -4,18 +4,18 @@
 
 #include "kernels.h"
 
-enum {
-    LANES = 8,              /* numbers a vector; every run is a multiple of it long */
-    TILE_SLACK = 4 * LANES, /* `product` may write so many numbers beyond its result */
-};
+enum { LANES = 8 }; /* numbers a vector */
 
-/* How a sample lies in scratch memory. A vector is one run. An image is one run a channel, its rows one after the
- * other with one place of padding between them: it is the right neighbour of one row and the left of the next. Around a
- * run that is to be convolved there are `halo` zeros on either side, a row and a place. */
+/* How a sample lies in scratch memory: `runs` of n numbers, a multiple of LANES. A vector is one run. An image is one
+ * run a row, the channels of a pixel next to each other and filled up with zeros to a multiple of LANES. Where it is to
+ * be convolved, its rows are `stride` apart, and there are so many zeros around it that every tile lies inside; the
+ * first pixel is at `first`. */
 typedef struct {
-    int64_t channels, height, width; /* of a vector: 1, 1, features */
-    int64_t row, n, halo, stride;    /* from row to row; length of a run; zeros around it; from run to run with them */
     int conv;
+    int64_t channels, height, width; /* of a vector: features, 1, 1 */
+    int64_t lanes, runs, n;          /* channels filled up; runs; their length */
+    int64_t stride, first, padded;   /* of what is to be multiplied: from run to run; its first number; its size */
+    int64_t tiles_down, tiles_across;
 } layout;
 
 /* How an image lies in a tensor: numbers from one sample, channel, row and column to the next. */
@@ -23,6 +23,8 @@ typedef struct { int64_t sample, channel, row, column; } strides;
 
 layout layout_of(int conv, int64_t channels, int64_t height, int64_t width);
 void fill_keep(const layout *l, float *keep);
+
+/* Copy one sample in and out. What is not written stays: `to` holds zeros around the sample. */
 void load(const layout *l, const strides *t, const float *from, float *to, int64_t stride);
 void store(const layout *l, const strides *t, const float *from, float *to);
 
@@ -30,8 +32,12 @@ void store(const layout *l, const strides *t, const float *from, float *to);
 int64_t packed_size(const layout *l);
 void pack(const layout *l, int transposed, const float *weight, float *packed);
 
-/* out = W z, and for images gradient += the gradient of <y, Wz> with respect to W. z has the halo, out and y have not. */
-void product(const layout *l, const float *packed, const float *z, float *out);
+/* out = W z. z lies with the padding, out without; space is scratch memory. */
+int64_t product_space(const layout *l);
+void product(const layout *l, const float *packed, const float *z, float *out, float *space);
+
+/* For images: gradient += the gradient of <y, Wz> with respect to W, in the order tap, input, output channel filled up.
+ * z lies with the padding, y without. */
 void add_weight_gradient(const layout *l, const float *z, const float *y, float *gradient);
 
 #endif

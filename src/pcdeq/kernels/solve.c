@@ -5,106 +5,155 @@
  */
 #include "anderson.h"
 #include "product.h"
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* What the threads share. */
+/* What the threads share. The start of a solve is `start`, or s(guess + offset) for a guess of the product: `base` and, if
+ * there is a response matrix B, base + B (s(base + offset) - mean), or for the adjoint B (mean * offset). */
 typedef struct {
     layout l;
     strides t;
     rule r;
-    int max_steps, start_is_guess;
-    int64_t samples, start_stride;
-    const float *packed, *offset, *slope, *start;
-    float *out;
-    sample_state *states;
+    int max_steps;
+    int64_t samples;
+    const float *packed, *response, *offset, *slope, *start, *base, *mean;
+    float *out, *residuals;
+    int64_t *steps;
+    unsigned char *converged;
 } batch;
 
 /* Numbers that one thread works with. */
-static size_t scratch_size(const layout *l) { return l->channels * (l->stride + 5 * l->n) + TILE_SLACK; }
+static size_t scratch_size(const layout *l) { return l->padded + 5 * l->runs * l->n + product_space(l); }
+
+/* A guess of a product is nonnegative, as a start must be, and finite, whatever the buffers hold that it is made of. */
+VERSIONS
+static void make_admissible(int64_t n, int nonnegative, float *restrict guess)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float v = guess[i];
+        if (nonnegative) v = v > 0.0f ? v : 0.0f;
+        v = v < FLT_MAX ? v : (v >= FLT_MAX ? FLT_MAX : 0.0f);
+        guess[i] = v > -FLT_MAX ? v : 0.0f;
+    }
+}
+
+static void make_start(const batch *b, const sample *a)
+{
+    const layout *l = &b->l;
+    const int64_t size = l->runs * l->n;
+    const int linear = b->r.which == LINEAR;
+    float *guess = a->value;
+    memset(guess, 0, size * sizeof(float));
+    if (b->base) load(l, &b->t, b->base, guess, l->n);
+    make_admissible(size, !linear, guess);
+    if (b->response) { /* dense: one run */
+        float *point = a->point, *base = a->residual;
+        memcpy(base, guess, size * sizeof(float));
+        if (!linear) evaluate_sample(&b->r, a);
+        for (int64_t i = 0; i < l->channels; i++)
+            point[i] = linear ? b->mean[i] * a->offset[i] : a->value[i] - b->mean[i];
+        product(l, b->response, point, guess, NULL);
+        for (int64_t i = 0; i < size; i++) guess[i] += base[i];
+        make_admissible(size, !linear, guess);
+    }
+    evaluate_sample(&b->r, a);
+    for (int64_t run = 0; run < l->runs; run++)
+        memcpy(a->point + run * l->stride, a->value + run * l->n, l->n * sizeof(float));
+}
 
 static void solve_sample(const batch *b, int64_t index, float *scratch)
 {
     const layout *l = &b->l;
-    const int64_t size = l->channels * l->n, at = index * b->t.sample;
-    float *point = scratch + l->halo, *value = scratch + l->channels * l->stride, *best = value + size + TILE_SLACK;
-    float *residual = best + size, *offset = residual + size, *slope = offset + size;
+    const int64_t size = l->runs * l->n, at = index * b->t.sample;
+    float *point = scratch + l->first, *value = scratch + l->padded, *best = value + size;
+    float *residual = best + size, *offset = residual + size, *slope = offset + size, *space = slope + size;
     const sample a = { value, point, best, residual, offset, b->slope ? slope : NULL };
-    sample_state *s = &b->states[index];
+    sample_state s = { 0 };
     load(l, &b->t, b->offset + at, offset, l->n);
     if (b->slope) load(l, &b->t, b->slope + at, slope, l->n);
-    if (b->start_is_guess) {
-        memset(value, 0, size * sizeof(float));
-        if (b->start) load(l, &b->t, b->start + index * b->start_stride, value, l->n);
-        evaluate_sample(&b->r, &a);
-        for (int64_t plane = 0; plane < l->channels; plane++)
-            memcpy(point + plane * l->stride, value + plane * l->n, l->n * sizeof(float));
-    } else load(l, &b->t, b->start + index * b->start_stride, point, l->stride);
-    for (int step = 0; step < b->max_steps && !s->done; step++) {
-        product(l, b->packed, point, value);
-        step_sample(&b->r, &a, s);
+    if (b->start) load(l, &b->t, b->start + at, point, l->stride);
+    else make_start(b, &a);
+    while (s.steps < b->max_steps && !s.done) {
+        product(l, b->packed, point, value, space);
+        step_sample(&b->r, &a, &s);
     }
     store(l, &b->t, best, b->out + at);
+    b->steps[index] = s.steps;
+    b->residuals[index] = s.relative;
+    b->converged[index] = s.relative < b->r.tol;
     /* What is not a number spreads into the padding, which must be 0 for the next sample. */
-    if (!(s->relative < INFINITY)) memset(scratch, 0, scratch_size(l) * sizeof(float));
+    if (!(s.relative < INFINITY)) memset(scratch, 0, scratch_size(l) * sizeof(float));
 }
 
-/* Each thread has its part of the samples, always the same. */
-static int solve_batch(batch *b, int transposed, const float *weight, int threads)
+/* Each thread takes the next samples when it is done with some. */
+static int solve_batch(batch *b, int transposed, const float *weight, const float *response, int threads)
 {
     const layout *l = &b->l;
-    float *packed = malloc((packed_size(l) + l->n) * sizeof(float));
-    float *scratch = calloc(threads * scratch_size(l), sizeof(float));
+    const int64_t weights = packed_size(l);
+    const size_t share = (scratch_size(l) + 31) / 32 * 32; /* threads share no cache line */
+    float *packed = malloc((2 * weights + l->n) * sizeof(float));
+    float *scratch = calloc(threads * share, sizeof(float));
     const int ok = packed && scratch;
     if (ok) {
-        float *keep = packed + packed_size(l);
-        fill_keep(l, keep);
         pack(l, transposed, weight, packed);
+        if (response) pack(l, transposed, response, packed + weights);
+        fill_keep(l, packed + 2 * weights);
         b->packed = packed;
-        b->r.keep = keep;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-        for (int thread = 0; thread < threads; thread++)
-            for (int64_t i = b->samples * thread / threads; i < b->samples * (thread + 1) / threads; i++)
-                solve_sample(b, i, scratch + thread * scratch_size(l));
+        b->response = response ? packed + weights : NULL;
+        b->r.keep = packed + 2 * weights;
+        const int64_t few = l->conv ? 1 : 4;
+#pragma omp parallel for schedule(dynamic, few) num_threads(threads) if (threads > 1)
+        for (int64_t i = 0; i < b->samples; i++) solve_sample(b, i, scratch + THREAD * share);
     }
     free(packed);
     free(scratch);
     return ok;
 }
 
-/* Solve z = s(Wz + offset) or, if which is LINEAR, u = slope (W u + offset), W transposed if asked for. The start is
- * given, or is s(guess + offset) for a guess of Wz that may be 0 (no address) or the same for all samples (stride 0). */
+/* Solve z = s(Wz + offset) or, if which is LINEAR, u = slope (W u + offset), with W transposed if asked for. Returns how
+ * many samples did not converge, the steps of the slowest, and the largest relative residual. */
 PyObject *solve(PyObject *self, PyObject *args)
 {
     (void)self;
-    long long samples, channels, height, width, s[4], start_stride;
-    unsigned long long weight, offset, slope, start, out, states;
+    long long samples, channels, height, width, s[4];
+    unsigned long long weight, response, offset, slope, start, base, mean, out, steps, residuals, converged;
     int conv, transposed, threads;
     batch b = { 0 };
-    if (!PyArg_ParseTuple(args, "iii(LLLL)(LLLL)KKKpKLKKffffii", &conv, &transposed, &b.r.which, &samples, &channels,
-                          &height, &width, &s[0], &s[1], &s[2], &s[3], &weight, &offset, &slope, &b.start_is_guess,
-                          &start, &start_stride, &out, &states, &b.r.tol, &b.r.decay, &b.r.low, &b.r.high,
-                          &b.max_steps, &threads))
+    if (!PyArg_ParseTuple(args, "iii(LLLL)(LLLL)(KKKKKKK)(KKKK)ffffii", &conv, &transposed, &b.r.which, &samples,
+                          &channels, &height, &width, &s[0], &s[1], &s[2], &s[3], &weight, &offset, &slope, &start, &base,
+                          &mean, &response, &out, &steps, &residuals, &converged, &b.r.tol, &b.r.decay, &b.r.low,
+                          &b.r.high, &b.max_steps, &threads))
         return NULL;
     b.l = layout_of(conv, channels, height, width);
     b.t = (strides){ s[0], s[1], s[2], s[3] };
-    b.r.planes = b.l.channels;
+    b.r.runs = b.l.runs;
     b.r.n = b.l.n;
     b.r.stride = b.l.stride;
     b.samples = samples;
     b.offset = FLOATS(offset);
     b.slope = FLOATS(slope);
     b.start = FLOATS(start);
-    b.start_stride = start_stride;
+    b.base = FLOATS(base);
+    b.mean = FLOATS(mean);
     b.out = FLOATS(out);
-    b.states = (sample_state *)(uintptr_t)states;
+    b.residuals = FLOATS(residuals);
+    b.steps = (int64_t *)(uintptr_t)steps;
+    b.converged = (unsigned char *)(uintptr_t)converged;
     int ok;
+    long long failed = 0, slowest = 0;
+    double largest = 0;
     Py_BEGIN_ALLOW_THREADS
-    ok = solve_batch(&b, transposed, FLOATS(weight), threads);
+    ok = solve_batch(&b, transposed, FLOATS(weight), FLOATS(response), threads);
+    for (int64_t i = 0; ok && i < samples; i++) {
+        failed += !b.converged[i];
+        slowest = b.steps[i] > slowest ? b.steps[i] : slowest;
+        if (largest == largest && !(b.residuals[i] <= largest)) largest = b.residuals[i]; /* a NaN is the largest */
+    }
     Py_END_ALLOW_THREADS
     if (!ok) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return Py_BuildValue("LLd", failed, slowest, largest);
 }
 
 /* The gradient of Σ <y, Wz> over the samples with respect to the weight of a 3x3 convolution. */
@@ -119,23 +168,33 @@ PyObject *conv_weight_gradient(PyObject *self, PyObject *args)
         return NULL;
     const layout l = layout_of(1, channels, height, width);
     const strides t = { s[0], s[1], s[2], s[3] };
-    const int64_t size = 9 * channels * channels, share = channels * (l.stride + l.n) + size;
-    float *scratch = calloc(threads * share, sizeof(float)), *total = FLOATS(gradient);
-    if (!scratch) return PyErr_NoMemory();
+    const int64_t size = 9 * channels * l.lanes, share = l.runs * l.n + l.padded;
+    float *gradients = calloc(PARTS * size, sizeof(float)), *scratch = calloc(threads * share, sizeof(float));
+    float *total = FLOATS(gradient);
+    if (!gradients || !scratch) {
+        free(gradients);
+        free(scratch);
+        return PyErr_NoMemory();
+    }
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int thread = 0; thread < threads; thread++) {
-        float *own = scratch + thread * share, *here_y = own + size, *here_z = here_y + channels * l.n + l.halo;
-        for (int64_t i = samples * thread / threads; i < samples * (thread + 1) / threads; i++) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int part = 0; part < PARTS; part++) {
+        float *here_y = scratch + THREAD * share, *here_z = here_y + l.runs * l.n + l.first;
+        for (int64_t i = PART_FIRST(samples, part); i < PART_FIRST(samples, part + 1); i++) {
             load(&l, &t, FLOATS(z) + i * t.sample, here_z, l.stride);
             load(&l, &t, FLOATS(y) + i * t.sample, here_y, l.n);
-            add_weight_gradient(&l, here_z, here_y, own);
+            add_weight_gradient(&l, here_z, here_y, gradients + part * size);
         }
     }
-    /* In the order of the threads, each of which has always the same samples: the sum is always the same. */
-    memset(total, 0, size * sizeof(float));
-    for (int thread = 0; thread < threads; thread++)
-        for (int64_t i = 0; i < size; i++) total[i] += scratch[thread * share + i];
+    for (int64_t o = 0; o < channels; o++)
+        for (int64_t i = 0; i < channels; i++)
+            for (int64_t tap = 0; tap < 9; tap++) {
+                float sum = 0.0f;
+                for (int part = 0; part < PARTS; part++)
+                    sum += gradients[part * size + (tap * channels + i) * l.lanes + o];
+                total[(o * channels + i) * 9 + tap] = sum;
+            }
+    free(gradients);
     Py_END_ALLOW_THREADS
     free(scratch);
     Py_RETURN_NONE;

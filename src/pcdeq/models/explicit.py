@@ -11,77 +11,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pcdeq.kernels import KERNELS
-
-# Below this many numbers a second thread costs more than it saves.
-PARALLEL_FROM = 32_768
-
-
-def _threads(x: Tensor) -> int:
-    return torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
+from pcdeq.kernels import KERNELS, is_native, threads
 
 
 def _by_rows(x: Tensor) -> bool:
-    """Whether x is float32 on a CPU with the channels of each place next to each other in memory."""
-    plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
-    if x.ndim == 4:
-        return plain and x.is_contiguous(memory_format=torch.channels_last)
-    return plain and x.ndim == 2 and x.is_contiguous()
+    """Whether the kernels take x: the channels of each place lie next to each other in memory."""
+    return is_native(x) and (x.ndim == 2 or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)))
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    return x.numel() // x.shape[1], x.shape[1]
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Normalisation by the statistics of the batch; gives the mean and variance too, without gradient."""
+    """Normalisation by the statistics of the batch; updates the running ones."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float
+    ) -> Tensor:
         assert KERNELS is not None
-        channels = x.shape[1]
-        y = torch.empty_like(x)
-        mean, inverse, variance = torch.empty(3, channels).unbind()
-        out = (y.data_ptr(), mean.data_ptr(), inverse.data_ptr(), variance.data_ptr())
-        inputs = (x.data_ptr(), weight.data_ptr(), bias.data_ptr())
-        KERNELS.batch_norm_forward(x.numel() // channels, channels, *inputs, *out, eps, _threads(x))
-        ctx.save_for_backward(x, weight, mean, inverse)
-        ctx.mark_non_differentiable(mean, variance)
-        return y, mean, variance
+        y, statistics = torch.empty_like(x), torch.empty(2, x.shape[1])
+        pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), *_pair(statistics))
+        running = (mean.data_ptr(), variance.data_ptr(), momentum)
+        KERNELS.batch_norm_forward(*_rows(x), *pointers, *running, eps, threads(x))
+        ctx.save_for_backward(x, weight, statistics)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert KERNELS is not None
-        x, weight, mean, inverse = ctx.saved_tensors
-        grad = _laid_out_like(grad, x)
+        x, weight, statistics = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-        inputs = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), mean.data_ptr(), inverse.data_ptr())
+        inputs = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), *_pair(statistics))
         out = (grad_x.data_ptr(), grad_weight.data_ptr(), grad_bias.data_ptr())
-        channels = x.shape[1]
-        KERNELS.batch_norm_backward(x.numel() // channels, channels, *inputs, *out, _threads(x))
-        return grad_x, grad_weight, grad_bias, None
+        KERNELS.batch_norm_backward(*_rows(x), *inputs, *out, threads(x))
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def _laid_out_like(grad: Tensor, x: Tensor) -> Tensor:
-    if x.ndim == 4:
-        return grad.contiguous(memory_format=torch.channels_last)
-    return grad.contiguous()
+def _pair(statistics: Tensor) -> tuple[int, int]:
+    """Addresses of the mean and of 1 / sqrt(variance + eps)."""
+    start = statistics.data_ptr()
+    return start, start + statistics.shape[1] * statistics.element_size()
 
 
 class _FastBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
-        applies = KERNELS is not None and self.affine and self.track_running_stats and _by_rows(input)
-        if not applies or self.momentum is None or self.weight.dtype != torch.float32:
+        usual = KERNELS is not None and self.affine and self.track_running_stats and self.momentum is not None
+        if not usual or not _by_rows(input) or self.weight.dtype != torch.float32:
             return super().forward(input)
+        tensors = (self.weight, self.bias, self.running_mean, self.running_var)
         if not self.training:
-            scale = self.weight * torch.rsqrt(self.running_var + self.eps)  # pyright: ignore
-            shift = self.bias - self.running_mean * scale  # pyright: ignore
-            shape = (1, -1, *[1] * (input.ndim - 2))
-            return torch.addcmul(shift.view(shape), input, scale.view(shape))
-        count = input.numel() // input.shape[1]
-        if count < 2:
+            return self._infer(input, *tensors)  # pyright: ignore[reportArgumentType]
+        if input.numel() == input.shape[1]:
             return super().forward(input)  # for torch's error message
-        y, mean, variance = _BatchNorm.apply(input, self.weight, self.bias, self.eps)  # pyright: ignore
-        with torch.no_grad():
-            self.num_batches_tracked += 1  # pyright: ignore
-            self.running_mean.lerp_(mean, self.momentum)  # pyright: ignore
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)  # pyright: ignore
+        self.num_batches_tracked += 1  # pyright: ignore[reportOptionalOperand]
+        return _BatchNorm.apply(input, *tensors, self.momentum, self.eps)  # pyright: ignore[reportReturnType]
+
+    def _infer(self, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        assert KERNELS is not None
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad):
+            return super().forward(x)
+        y = torch.empty_like(x)
+        pointers = (t.data_ptr() for t in (x, weight, bias, mean, variance, y))
+        KERNELS.batch_norm_inference(*_rows(x), *pointers, self.eps, threads(x))
         return y
 
 
@@ -101,7 +95,7 @@ class _MaxPool(torch.autograd.Function):
         y = torch.empty_like(x)
         which = torch.empty_like(x, dtype=torch.int32)
         sizes = (samples, height, width, channels)
-        KERNELS.max_pool_forward(*sizes, x.data_ptr(), y.data_ptr(), which.data_ptr(), _threads(x))
+        KERNELS.max_pool_forward(*sizes, x.data_ptr(), y.data_ptr(), which.data_ptr(), threads(x))
         ctx.save_for_backward(which)
         return y
 
@@ -110,10 +104,10 @@ class _MaxPool(torch.autograd.Function):
         assert KERNELS is not None
         (which,) = ctx.saved_tensors
         samples, channels, height, width = which.shape
-        grad = _laid_out_like(grad, which)
+        grad = grad.contiguous(memory_format=torch.channels_last)
         grad_x = torch.empty_like(grad)
         sizes = (samples, height, width, channels)
-        KERNELS.max_pool_backward(*sizes, grad.data_ptr(), which.data_ptr(), grad_x.data_ptr(), _threads(grad))
+        KERNELS.max_pool_backward(*sizes, grad.data_ptr(), which.data_ptr(), grad_x.data_ptr(), threads(grad))
         return grad_x
 
 

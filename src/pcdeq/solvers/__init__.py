@@ -3,8 +3,8 @@
 from pcdeq.solvers.anderson import Anderson
 from pcdeq.solvers.newton import Newton
 from pcdeq.solvers.picard import Picard
-from pcdeq.solvers.solution import Outcome, Pieces, Problem, Solution, Solver, SolveStats, Weight, report
+from pcdeq.solvers.solution import Guess, Outcome, Pieces, Problem, Solution, Solver, SolveStats, Weight, report
 
 __all__ = [
-    "Anderson", "Newton", "Outcome", "Picard", "Pieces", "Problem", "Solution", "SolveStats", "Solver", "Weight", "report"
+    "Anderson", "Guess", "Newton", "Outcome", "Picard", "Pieces", "Problem", "Solution", "SolveStats", "Solver", "Weight", "report"
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.kernels import KERNELS
-from pcdeq.solvers.solution import Pieces, Problem, Solution, Solver, Weight
+from pcdeq.solvers.solution import Outcome, Pieces, Problem, Solution, Solver, SolveStats, Weight
 
 # Activations that the kernel knows, in the order of its enum; the adjoint equation is linear.
 CODES = {
@@ -26,6 +26,8 @@ CODES = {
 FIELDS, RELATIVE, STEPS = 8, 3, 4
 # The kernel multiplies a dense weight with one sample at a time: good while the weight stays in the cache.
 LARGEST_DENSE = 256
+# The kernel's convolutions round to some 1e-7; below this tolerance torch's plainer ones are used.
+FINEST_CONV = 1e-6
 # Below so many multiplications a second thread costs more than it saves.
 PARALLEL_FROM = 200_000
 
@@ -51,64 +53,61 @@ def anderson(solver: Solver, decay: float, problem: Problem) -> Solution:
         return solver.give_up(problem)
     pieces = problem.pieces
     assert pieces is not None
-    state = torch.zeros(len(pieces.offset), FIELDS, dtype=torch.int32)
-    if _knows(pieces.weight, pieces.offset):
-        value = _solve(solver, decay, problem, pieces, state)
-    else:
-        value = _iterate(solver, decay, problem, pieces, state)
-    return solver.finish(value, state[:, STEPS].long() + problem.steps, state.view(torch.float32)[:, RELATIVE])
+    if _knows(pieces.weight, pieces.offset, solver.tol):
+        return _solve(solver, decay, problem, pieces)
+    return _iterate(solver, decay, problem, pieces)
 
 
-def _knows(weight: Weight | None, offset: Tensor) -> bool:
+def _knows(weight: Weight | None, offset: Tensor, tol: float) -> bool:
     """Whether the kernel can compute the products, too."""
     if weight is None or weight.tensor.dtype != torch.float32:
         return False
     if weight.form == "dense":
         return offset.ndim == 2 and offset.shape[1] <= LARGEST_DENSE
-    return weight.form == "conv3x3" and offset.ndim == 4
+    return weight.form == "conv3x3" and offset.ndim == 4 and tol >= FINEST_CONV
 
 
-def _solve(solver: Solver, decay: float, problem: Problem, pieces: Pieces, state: Tensor) -> Tensor:
+def _solve(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> Solution:
     """The whole solve in one call."""
     assert KERNELS is not None and pieces.weight is not None
     layout = dense_layout(pieces.offset)
     offset = pieces.offset.contiguous(memory_format=layout)
     slope = None if pieces.slope is None else pieces.slope.contiguous(memory_format=layout)
-    guessed = problem.start is None
-    start = pieces.guess if guessed else problem.start
-    if start is not None:
-        start = start.reshape(-1, *offset.shape[1:]).contiguous(memory_format=layout)
-    weight, out = pieces.weight.tensor.contiguous(), torch.empty_like(offset)
-    conv = weight.ndim > 2
-    shape = offset.shape if conv else (len(offset), 1, 1, offset.shape[1])
-    strides = offset.stride() if conv else (offset.shape[1], 0, 0, 1)
-    work = len(offset) * weight.numel() * (offset[0, 0].numel() if conv else 1)
-    KERNELS.solve(
+    start = None if problem.start is None else problem.start.contiguous(memory_format=layout)
+    base = mean = response = None
+    if start is None and pieces.guess is not None:
+        base, mean, response = pieces.guess.base, pieces.guess.mean, pieces.guess.response
+        base = None if base is None else base[None].contiguous(memory_format=layout)
+    weight = pieces.weight.tensor.contiguous()
+    conv, samples, width = weight.ndim > 2, offset.shape[0], weight.shape[0]
+    places = offset.numel() // (samples * width)
+    shape, strides = (offset.shape, offset.stride()) if conv else ((samples, width, 1, 1), (width, 1, 0, 0))
+    out, residual = torch.empty_like(offset), torch.empty(samples)
+    steps, converged = torch.empty(samples, dtype=torch.int64), torch.empty(samples, dtype=torch.bool)
+    failed, slowest, largest = KERNELS.solve(
         conv,
         pieces.weight.transposed,
         CODES[pieces.form],
-        tuple(shape),
+        shape,
         strides,
-        weight.data_ptr(),
-        offset.data_ptr(),
-        0 if slope is None else slope.data_ptr(),
-        guessed,
-        0 if start is None else start.data_ptr(),
-        0 if start is None or len(start) < len(offset) else offset[0].numel(),
-        out.data_ptr(),
-        state.data_ptr(),
+        tuple(0 if t is None else t.data_ptr() for t in (weight, offset, slope, start, base, mean, response)),
+        (out.data_ptr(), steps.data_ptr(), residual.data_ptr(), converged.data_ptr()),
         solver.tol,
         decay,
         *(problem.box or (-torch.inf, torch.inf)),
         solver.max_steps - problem.steps,
-        torch.get_num_threads() if work > PARALLEL_FROM else 1,
+        torch.get_num_threads() if samples * weight.numel() * places > PARALLEL_FROM else 1,
     )
-    return out
+    steps += problem.steps
+    outcome = solver.outcome_of(out, residual, converged) if failed else Outcome.CONVERGED
+    summary = SolveStats(slowest + problem.steps, samples, failed, largest, outcome)
+    return Solution(out, steps, residual, converged, outcome, summary)
 
 
-def _iterate(solver: Solver, decay: float, problem: Problem, pieces: Pieces, state: Tensor) -> Tensor:
+def _iterate(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> Solution:
     """Products by torch, steps by the kernel."""
     assert KERNELS is not None
+    state = torch.zeros(len(pieces.offset), FIELDS, dtype=torch.int32)
     start = problem.first()
     layout = dense_layout(start)
     point = start.clone(memory_format=layout)
@@ -135,7 +134,7 @@ def _iterate(solver: Solver, decay: float, problem: Problem, pieces: Pieces, sta
         value = pieces.product(point).contiguous(memory_format=layout)
         if not KERNELS.anderson_step(*sizes, value.data_ptr(), *fixed):
             break
-    return best
+    return solver.finish(best, state[:, STEPS].long() + problem.steps, state.view(torch.float32)[:, RELATIVE])
 
 
 def dense_layout(z: Tensor) -> torch.memory_format:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
@@ -42,11 +42,25 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Guess:
+    """A guess of the product at the solution, and what it is made of, for kernels that make it themselves.
+
+    It is ``base``, one for all samples, or 0 if None. With a ``response`` B, a matrix, it is base + B (after(base +
+    offset) - mean), and for a linear problem B (mean * offset).
+    """
+
+    evaluate: Callable[[], Tensor]
+    base: Tensor | None = None
+    mean: Tensor | None = None
+    response: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Pieces:
     """A map taken apart, for solvers that fuse what can be fused: fn(z) = after(product(z) + offset).
 
     ``after`` is the activation named by ``form`` or, where that is ``"linear"``, the multiplication by ``slope``.
-    ``guess`` is one of the product at the solution, for the start; ``weight`` is what the product multiplies with.
+    ``weight`` is what the product multiplies with. The start is after(guess + offset).
     """
 
     product: Callable[[Tensor], Tensor]
@@ -54,12 +68,12 @@ class Pieces:
     offset: Tensor
     form: str
     slope: Tensor | None = None
-    guess: Tensor | None = None
+    guess: Guess | None = None
     weight: Weight | None = None
 
     def start(self) -> Tensor:
         """after(guess + offset)."""
-        return self.after(self.offset if self.guess is None else self.guess + self.offset)
+        return self.after(self.offset if self.guess is None else self.guess.evaluate() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,7 @@ class Solution:
     residual: Tensor
     converged: Tensor
     outcome: Outcome
+    summary: SolveStats | None = field(default=None, repr=False)  # where the solver has made it already
 
     @classmethod
     def empty(cls, value: Tensor) -> Solution:
@@ -148,6 +163,8 @@ class SolveStats:
     @classmethod
     def of(cls, solution: Solution) -> SolveStats:
         """Summarise a solution in plain numbers."""
+        if solution.summary is not None:
+            return solution.summary
         samples = solution.converged.numel()
         return cls(
             steps=int(solution.steps.max()) if samples else 0,
@@ -228,9 +245,10 @@ class Solver:
         """Name the outcome and pack the solution."""
         residual = residual.detach()
         converged = residual < self.tol
-        return Solution(value, steps, residual, converged, self._outcome(value, residual, converged))
+        return Solution(value, steps, residual, converged, self.outcome_of(value, residual, converged))
 
-    def _outcome(self, value: Tensor, residual: Tensor, converged: Tensor) -> Outcome:
+    def outcome_of(self, value: Tensor, residual: Tensor, converged: Tensor) -> Outcome:
+        """The worst outcome over the samples."""
         if bool(converged.all()):
             return Outcome.CONVERGED
         left = residual[~converged]

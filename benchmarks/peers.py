@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import cached
 from torchdeq import get_deq
 
 import pcdeq
-from pcdeq.models.explicit import BatchNorm1d, BatchNorm2d, MaxPool3x3
+from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 
 MAX_STEPS = 200
 
@@ -155,8 +155,8 @@ def _plain(layer: nn.Module) -> nn.Module | None:
     """torch's own layer in place of one of ours."""
     if isinstance(layer, MaxPool3x3):
         return nn.MaxPool2d(3, stride=1, padding=1)
-    if isinstance(layer, BatchNorm1d | BatchNorm2d):
-        plain = (nn.BatchNorm1d if isinstance(layer, BatchNorm1d) else nn.BatchNorm2d)(layer.num_features)
+    if isinstance(layer, BatchNorm2d):
+        plain = nn.BatchNorm2d(layer.num_features)
         plain.load_state_dict(layer.state_dict())
         return plain
     return None

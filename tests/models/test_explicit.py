@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pcdeq.kernels import KERNELS
-from pcdeq.models.explicit import BatchNorm1d, BatchNorm2d, MaxPool3x3
+from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="installed without a C compiler")
 IMAGES = [(4, 12, 28, 28), (3, 5, 7, 9), (2, 1, 1, 3), (64, 48, 6, 6), (2, 130, 3, 3)]
@@ -25,16 +25,15 @@ def run(module, x, grad):
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize("shape", [*IMAGES, (64, 80), (2, 3)])
+@pytest.mark.parametrize("shape", IMAGES)
 @pytest.mark.parametrize("offset", [0.0, 50.0])
 def test_batch_norm(shape, offset):
-    kinds = (BatchNorm2d, nn.BatchNorm2d) if len(shape) == 4 else (BatchNorm1d, nn.BatchNorm1d)
-    fast, exact = kinds[0](shape[1]), kinds[1](shape[1]).double()
+    fast, exact = BatchNorm2d(shape[1]), nn.BatchNorm2d(shape[1]).double()
     with torch.no_grad():
         fast.weight.uniform_(-1, 1)
         fast.bias.normal_()
     exact.load_state_dict({name: value.double() for name, value in fast.state_dict().items()})
-    x = images(shape, 3.0, offset) if len(shape) == 4 else 3 * torch.randn(shape) + offset
+    x = images(shape, 3.0, offset)
     grad = torch.randn_like(x)
     (y, grad_x), (true_y, true_grad_x) = run(fast, x, grad), run(exact, x.double(), grad)
     # Twice the digits that torch's float32 code has, for a mean of 17 standard deviations.

@@ -35,10 +35,11 @@ static void sum_rows(int64_t rows, int64_t channels, const float *a, const float
             s[j] += d;
             p[j] += d * (b[at + j] - shift[j]);
         }
-        for (int64_t j = 0; j < tile; j++) {
-            sums[j % channels] += s[j];
-            products[j % channels] += p[j];
-        }
+        for (int64_t row = 0; row < TILE; row++)
+            for (int64_t c = 0; c < channels; c++) {
+                sums[c] += s[row * channels + c];
+                products[c] += p[row * channels + c];
+            }
     }
 }
 
@@ -61,8 +62,12 @@ static void repeat(int64_t channels, float *tile)
     for (int64_t j = channels; j < TILE * channels; j++) tile[j] = tile[j - channels];
 }
 
-/* The first row of a part; every part but the last has whole tiles. */
-static int64_t first_row(int64_t rows, int64_t part) { return part == PARTS ? rows : PART_FIRST(rows / TILE, part) * TILE; }
+/* The first row of a part; every part but the last has whole tiles. Few rows are all in the last part. */
+static int64_t first_row(int64_t rows, int64_t part)
+{
+    const int64_t tiles = rows < 64 * TILE ? 0 : rows / TILE;
+    return part == PARTS ? rows : PART_FIRST(tiles, part) * TILE;
+}
 
 /* Sum over all rows. totals holds `channels` sums and as many products. */
 static int sum_all(int64_t rows, int64_t channels, int threads, const float *a, const float *b, const float *from,
@@ -74,6 +79,7 @@ static int sum_all(int64_t rows, int64_t channels, int threads, const float *a, 
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
         for (int i = 0; i < PARTS; i++) {
             const int64_t first = first_row(rows, i), last = first_row(rows, i + 1);
+            if (first == last) continue;
             double *part = parts + 2 * channels * i;
             sum_rows(last - first, channels, a + first * channels, b + first * channels, from, shift,
                      scratch + 2 * TILE * channels * i, part, part + channels);

@@ -15,8 +15,8 @@ from pcdeq.kernels import KERNELS, is_native, threads
 
 
 def _by_rows(x: Tensor) -> bool:
-    """Whether the kernels take x: the channels of each place lie next to each other in memory."""
-    return is_native(x) and (x.ndim == 2 or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)))
+    """Whether the kernels take x: an image with the channels of each pixel next to each other in memory."""
+    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and is_native(x)
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert KERNELS is not None
         x, weight, statistics = ctx.saved_tensors
-        grad = grad.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)
+        grad = grad.contiguous(memory_format=torch.channels_last)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
         inputs = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), *_pair(statistics))
         out = (grad_x.data_ptr(), grad_weight.data_ptr(), grad_bias.data_ptr())
@@ -56,7 +56,9 @@ def _pair(statistics: Tensor) -> tuple[int, int]:
     return start, start + statistics.shape[1] * statistics.element_size()
 
 
-class _FastBatchNorm(nn.modules.batchnorm._BatchNorm):
+class BatchNorm2d(nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d`, faster on channels-last images on a CPU."""
+
     def forward(self, input: Tensor) -> Tensor:
         usual = KERNELS is not None and self.affine and self.track_running_stats and self.momentum is not None
         if not usual or not _by_rows(input) or self.weight.dtype != torch.float32:
@@ -77,14 +79,6 @@ class _FastBatchNorm(nn.modules.batchnorm._BatchNorm):
         pointers = (t.data_ptr() for t in (x, weight, bias, mean, variance, y))
         KERNELS.batch_norm_inference(*_rows(x), *pointers, self.eps, threads(x))
         return y
-
-
-class BatchNorm1d(_FastBatchNorm, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d`, faster on a CPU."""
-
-
-class BatchNorm2d(_FastBatchNorm, nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d`, faster on channels-last images on a CPU."""
 
 
 class _MaxPool(torch.autograd.Function):
@@ -118,6 +112,6 @@ class MaxPool3x3(nn.MaxPool2d):
         super().__init__(3, stride=1, padding=1)
 
     def forward(self, input: Tensor) -> Tensor:
-        if KERNELS is not None and input.ndim == 4 and _by_rows(input):
+        if KERNELS is not None and _by_rows(input):
             return _MaxPool.apply(input)  # pyright: ignore[reportReturnType]
         return super().forward(input)  # pyright: ignore[reportReturnType]

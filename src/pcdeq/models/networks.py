@@ -19,7 +19,7 @@ from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
-from pcdeq.models.explicit import BatchNorm1d, BatchNorm2d, MaxPool3x3
+from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Solver
 
@@ -131,9 +131,9 @@ class L(Network):
         return {
             "flatten": nn.Flatten(),
             "lift": nn.Linear(math.prod(image_shape), width),
-            "lift_norm": BatchNorm1d(width),
+            "lift_norm": nn.BatchNorm1d(width),
             "deq": PcDEQLinear(width, **options),
-            "deq_norm": BatchNorm1d(width),
+            "deq_norm": nn.BatchNorm1d(width),
             "classifier": nn.Linear(width, num_classes),
         }
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import pcdeq
-from pcdeq.operators import ConvMap, DenseMap
 
 TOL = 1e-4
+TURN = 0.02  # seconds that a method goes on before the next one has its turn
 METHODS = ("pcdeq", *PEERS)
 
 
@@ -44,7 +44,7 @@ class Measurement:
     method: str
     training: Timing
     inference: Timing
-    forward_products: float  # per equilibrium layer
+    forward_products: float  # with W, a layer and a sample
     backward_products: float
     peak_bytes: int
     value_error: float  # ‖z - z*‖ / ‖z*‖ over the batch, worst layer, z* in float64
@@ -77,10 +77,15 @@ class Contestant:
             for layer in peers_of(self.model):
                 layer.project_()
 
+    def deploy(self) -> None:
+        """Make ready for inference: peers switch to evaluation, ours is frozen, as the documentation advises."""
+        self.model.eval()
+        self.deployed = pcdeq.freeze(self.model) if self.method == "pcdeq" else self.model
+
     @torch.inference_mode()
     def infer(self) -> None:
         """One forward pass."""
-        self.model(self.images)
+        self.deployed(self.images)
 
 
 def peers_of(model: nn.Module) -> list[Peer]:
@@ -92,69 +97,79 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, Peer | pcdeq.PcDEQ)]
 
 
-def measure(case: Case, methods: tuple[str, ...], rounds: int) -> list[Measurement]:
-    """Measure all methods on a case."""
+def measure(case: Case, methods: tuple[str, ...], seconds: float) -> list[Measurement]:
+    """Measure all methods on a case, giving each about so many seconds for training and as many for inference."""
     images, labels, _ = case.batch()
     contestants = {method: Contestant(method, case, images, labels) for method in methods}
-    training = interleave({m: c.train for m, c in contestants.items()}, rounds)
+    training = interleave({m: c.train for m, c in contestants.items()}, seconds)
     products = {m: count_products(c) for m, c in contestants.items()}
     memory = {m: peak_memory(c.train) for m, c in contestants.items()}
     for contestant in contestants.values():
-        contestant.model.eval()
-    inference = interleave({m: c.infer for m, c in contestants.items()}, rounds)
+        contestant.deploy()
+    inference = interleave({m: c.infer for m, c in contestants.items()}, seconds)
     errors = {m: (0.0, 0.0) if m == "explicit" else true_errors(c) for m, c in contestants.items()}
     return [Measurement(m, training[m], inference[m], *products[m], memory[m], *errors[m]) for m in methods]
 
 
-def interleave(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str, Timing]:
-    """Time the actions in turns, so that a slow moment of the machine hits all of them."""
+def interleave(actions: dict[str, Callable[[], None]], seconds: float) -> dict[str, Timing]:
+    """Time the actions in turns, so that a slow moment of the machine hits all of them.
+
+    A turn of a short action is several in a row, the first of which is not counted: others have emptied the caches.
+    A long action has fewer turns, at least two.
+    """
     for action in actions.values():
         action()
-        action()
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(rounds):
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    spent = dict.fromkeys(actions, 0.0)
+    while any(spent[name] < seconds for name in actions):
         for name, action in actions.items():
-            start = time.perf_counter()
-            action()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: Timing.of(times) for name, times in seconds.items()}
+            if spent[name] >= seconds and len(times[name]) > 1:
+                continue
+            turn: list[float] = []
+            while sum(turn) < TURN:
+                start = time.perf_counter()
+                action()
+                turn.append(time.perf_counter() - start)
+            spent[name] += sum(turn)
+            times[name] += turn[1:] or turn
+    return {name: Timing.of(found) for name, found in times.items()}
 
 
 def count_products(contestant: Contestant) -> tuple[float, float]:
-    """Products with W forward, and with its adjoint backward, of one training step, per layer."""
-    layers = len(layers_of(contestant.model))
+    """Products with W forward, and with its adjoint backward, of one training step: of a layer and sample in the mean.
+
+    The peers' are whole batches, ours single samples. Ours begin at a step that needs no product with W.
+    """
     if contestant.method != "pcdeq":
-        for layer in peers_of(contestant.model):
+        layers = peers_of(contestant.model)
+        for layer in layers:
             layer.products = layer.pulls = 0
         contestant.train()
-        forward = sum(layer.products for layer in peers_of(contestant.model))
-        pulls = sum(layer.pulls for layer in peers_of(contestant.model))
-        return forward / layers, pulls / layers
-    counts = {"apply": 0, "adjoint": 0}
-    with _counting(counts):
+        return statistics.fmean(p.products for p in layers), statistics.fmean(p.pulls for p in layers)
+    layers = [layer for layer in contestant.model.modules() if isinstance(layer, pcdeq.PcDEQ)]
+    forward, backward = [], []
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_listening(layer, "_record_forward", forward))
+            stack.enter_context(_listening(layer, "_record_backward", backward))
         contestant.train()
-    return counts["apply"] / layers, counts["adjoint"] / layers
+    return statistics.fmean(forward) - 1, statistics.fmean(backward)
 
 
 @contextlib.contextmanager
-def _counting(counts: dict[str, int]) -> Iterator[None]:
-    """Count calls of apply and adjoint on images, leaving out the tiny product of the warm start's mean."""
-    originals = {(kind, name): getattr(kind, name) for kind in (DenseMap, ConvMap) for name in counts}
+def _listening(layer: pcdeq.PcDEQ, name: str, steps: list[float]) -> Iterator[None]:
+    """Note the mean steps of the solves that the layer records."""
+    record = getattr(layer, name)
 
-    def counted(kind: type, name: str) -> Callable[..., Tensor]:
-        def call(self: object, z: Tensor) -> Tensor:
-            counts[name] += z.shape[0] > 1
-            return originals[kind, name](self, z)
+    def note(solution: pcdeq.Solution) -> None:
+        steps.append(float(solution.steps.double().mean()))
+        record(solution)
 
-        return call
-
-    for kind, name in originals:
-        setattr(kind, name, counted(kind, name))
+    setattr(layer, name, note)
     try:
         yield
     finally:
-        for (kind, name), original in originals.items():
-            setattr(kind, name, original)
+        delattr(layer, name)
 
 
 def peak_memory(action: Callable[[], None]) -> int:

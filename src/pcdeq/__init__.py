@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pcdeq.guarantees.check import check
     from pcdeq.implicit import fixed_point
     from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
-    from pcdeq.models import build, load_reference
+    from pcdeq.models import build, freeze, load_reference
     from pcdeq.operators import LinearMap, Operator, project_
     from pcdeq.recipes import TrainConfig
     from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
@@ -29,7 +29,7 @@ _HOMES = {
     "pcdeq.guarantees.check": ("check",),
     "pcdeq.implicit": ("fixed_point",),
     "pcdeq.layers": ("PcDEQ", "PcDEQConv1d", "PcDEQConv2d", "PcDEQConv3d", "PcDEQLinear"),
-    "pcdeq.models": ("build", "load_reference"),
+    "pcdeq.models": ("build", "freeze", "load_reference"),
     "pcdeq.operators": ("LinearMap", "Operator", "project_"),
     "pcdeq.recipes": ("TrainConfig",),
     "pcdeq.solvers": ("Anderson", "Newton", "Outcome", "Picard", "Solution"),
@@ -59,6 +59,7 @@ __all__ = [
     "certify",
     "check",
     "fixed_point",
+    "freeze",
     "load",
     "load_reference",
     "project_",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,26 +28,6 @@ Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
 GRADIENTS = get_args(Gradient)
 
 Record = Callable[[Solution], None]
-
-
-class WeightForm(Protocol):
-    """How the weight in use follows from the parameters, and how a gradient goes back to them."""
-
-    @staticmethod
-    def value(*parameters: Tensor) -> Tensor: ...
-
-    @staticmethod
-    def gradients(*parameters_and_grad: Tensor) -> tuple[Tensor, ...]: ...
-
-
-class InjectionForm(Protocol):
-    """How the input becomes nonnegative, and how a gradient goes back to it."""
-
-    @staticmethod
-    def value(x: Tensor, floor: float) -> Tensor: ...
-
-    @staticmethod
-    def gradient(x: Tensor, grad: Tensor) -> Tensor: ...
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:
@@ -75,8 +55,8 @@ class Rule:
     """Everything about a layer but its tensors: the form of its equation, how to solve it, whom to tell."""
 
     bind: Callable[[Tensor], LinearMap]
-    weight_form: WeightForm
-    injection_form: InjectionForm
+    weight_form: type[Any]  # its value and its gradients as functions of the parameters: see operators.py
+    injection_form: type[Any]  # the same of the input: see injection.py
     floor: float
     activation: Activation
     solver: Solver

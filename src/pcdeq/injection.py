@@ -43,7 +43,8 @@ class Softplus(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Softplus.gradient(*ctx.saved_tensors, grad), None
+        (x,) = ctx.saved_tensors
+        return Softplus.gradient(x, grad), None
 
 
 class Relu(torch.autograd.Function):
@@ -64,4 +65,5 @@ class Relu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Relu.gradient(*ctx.saved_tensors, grad), None
+        (x,) = ctx.saved_tensors
+        return Relu.gradient(x, grad), None

@@ -224,12 +224,19 @@ class PcDEQ(nn.Module):
         """The equation that the layer solves for this input, samples along dimension 0."""
         return self._rule().equation(*self._operands(x))
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def equation_of(self, x: Tensor, weight: Tensor) -> Equation:
+        """The same with the weight given, which `Operator.effective_weight` has made."""
+        x, weight = self._operands(x, weight)
+        return Equation(self.operator.bind(weight), self.activation, x)
+
+    def _operands(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The injected input, (samples, *state), and the weight, in the dtype of the solve."""
         x = self._as_samples(x)
-        weight = self.operator.effective_weight()
+        weight = self.operator.effective_weight() if weight is None else weight
         dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-        return self.inject(x if x.dtype == dtype else x.to(dtype)), weight if weight.dtype == dtype else weight.to(dtype)
+        return self.inject(x if x.dtype == dtype else x.to(dtype)), weight if weight.dtype == dtype else weight.to(
+            dtype
+        )
 
     def _as_samples(self, x: Tensor) -> Tensor:
         """The input, checked, as (samples, *state)."""

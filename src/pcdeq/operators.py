@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +167,8 @@ class _Nonnegative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Nonnegative.gradients(*ctx.saved_tensors, grad)
+        (v,) = ctx.saved_tensors
+        return _Nonnegative.gradients(v, grad)
 
 
 class _Normalised(torch.autograd.Function):
@@ -211,7 +213,8 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Normalised.gradients(*ctx.saved_tensors, grad)
+        v, g = ctx.saved_tensors
+        return _Normalised.gradients(v, g, grad)
 
 
 def _sizes(v: Tensor) -> tuple[int, int]:
@@ -278,7 +281,7 @@ class Operator(nn.Module, ABC):
             self.weight_g.copy_(_row_norm(direction))
 
     @property
-    def form(self) -> type[_Normalised] | type[_Nonnegative]:
+    def form(self) -> type[Any]:
         """How the weight in use follows from the `raw` parameters, and gradients go back."""
         return _Normalised if self.weight_norm else _Nonnegative
 
@@ -290,7 +293,7 @@ class Operator(nn.Module, ABC):
     def effective_weight(self) -> Tensor:
         """The weight in use: >= 0, normalised, differentiable."""
         if torch.is_grad_enabled():
-            return self.form.apply(*self.raw)  # pyright: ignore[reportReturnType]
+            return self.form.apply(*self.raw)
         return self.form.value(*self.raw)
 
     @torch.no_grad()

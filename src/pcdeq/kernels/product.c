@@ -95,14 +95,16 @@ INLINE void transform_output(const vector *m, int64_t step, vector *out, int64_t
     out[3 * out_step] = difference1 + 8.0f * difference2 + m[5 * step];
 }
 
-static void transform_weight(const double *w, int64_t step, double *out, int64_t out_step)
+typedef double wide __attribute__((vector_size(LANES * sizeof(double))));
+
+INLINE void transform_weight(const wide *w, int64_t step, wide *out, int64_t out_step)
 {
-    const double a = w[0], b = w[step], c = w[2 * step];
-    out[0] = a / 4;
-    out[out_step] = -(a + b + c) / 6;
-    out[2 * out_step] = -(a - b + c) / 6;
-    out[3 * out_step] = a / 24 + b / 12 + c / 6;
-    out[4 * out_step] = a / 24 - b / 12 + c / 6;
+    const wide a = w[0], b = w[step], c = w[2 * step];
+    out[0] = a / 4.0;
+    out[out_step] = -(a + b + c) / 6.0;
+    out[2 * out_step] = -(a - b + c) / 6.0;
+    out[3 * out_step] = a / 24.0 + b / 12.0 + c / 6.0;
+    out[4 * out_step] = a / 24.0 - b / 12.0 + c / 6.0;
     out[5 * out_step] = c;
 }
 
@@ -111,31 +113,36 @@ int64_t packed_size(const layout *l) { return (l->conv ? FREQUENCIES : 1) * l->c
 static void pack_dense(const layout *l, int transposed, const float *weight, float *packed)
 {
     const int64_t n = l->channels, block = 16;
+    memset(packed, 0, packed_size(l) * sizeof(float));
     for (int64_t i = 0; transposed && i < n; i++) memcpy(packed + i * l->lanes, weight + i * n, n * sizeof(float));
     for (int64_t top = 0; !transposed && top < n; top += block) /* in blocks, for the cache's sake */
         for (int64_t i = 0; i < n; i++)
             for (int64_t o = top; o < n && o < top + block; o++) packed[i * l->lanes + o] = weight[o * n + i];
 }
 
-/* In the order frequency, input, output filled up; a dense weight has one frequency. */
-void pack(const layout *l, int transposed, const float *weight, float *packed)
+VERSIONS
+static void pack_conv(const layout *l, int transposed, const float *weight, float *packed)
 {
     const int64_t channels = l->channels;
-    memset(packed, 0, packed_size(l) * sizeof(float));
-    if (!l->conv) {
-        pack_dense(l, transposed, weight, packed);
-        return;
-    }
     for (int64_t i = 0; i < channels; i++)
-        for (int64_t o = 0; o < channels; o++) {
-            const int64_t at = transposed ? i * channels + o : o * channels + i;
-            double w[9], half[3 * IN], whole[FREQUENCIES];
-            for (int tap = 0; tap < 9; tap++) w[tap] = weight[9 * at + (transposed ? 8 - tap : tap)];
+        for (int64_t o = 0; o < l->lanes; o += LANES) { /* outputs side by side */
+            wide w[9] = { 0 }, half[3 * IN], whole[FREQUENCIES];
+            for (int64_t lane = 0; lane < LANES && o + lane < channels; lane++) {
+                const float *from = weight + 9 * (transposed ? i * channels + o + lane : (o + lane) * channels + i);
+                for (int tap = 0; tap < 9; tap++) w[tap][lane] = from[transposed ? 8 - tap : tap];
+            }
             for (int x = 0; x < 3; x++) transform_weight(w + x, 3, half + x, 3);
             for (int y = 0; y < IN; y++) transform_weight(half + 3 * y, 1, whole + IN * y, 1);
             for (int f = 0; f < FREQUENCIES; f++)
-                packed[(f * channels + i) * l->lanes + o] = (float)whole[f];
+                SET(packed + (f * channels + i) * l->lanes + o) = __builtin_convertvector(whole[f], vector);
         }
+}
+
+/* In the order frequency, input, output filled up; a dense weight has one frequency. */
+void pack(const layout *l, int transposed, const float *weight, float *packed)
+{
+    if (l->conv) pack_conv(l, transposed, weight, packed);
+    else pack_dense(l, transposed, weight, packed);
 }
 
 /* out[row] = Σ_j a[row][j] weight[j] for some rows and vectors of outputs, all sums in registers. */

@@ -68,7 +68,7 @@ class BatchNorm2d(nn.BatchNorm2d):
             return self._infer(input, *tensors)  # pyright: ignore[reportArgumentType]
         if input.numel() == input.shape[1]:
             return super().forward(input)  # for torch's error message
-        self.num_batches_tracked += 1  # pyright: ignore[reportOptionalOperand]
+        self.num_batches_tracked += 1  # pyright: ignore[reportOperatorIssue]
         return _BatchNorm.apply(input, *tensors, self.momentum, self.eps)  # pyright: ignore[reportReturnType]
 
     def _infer(self, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

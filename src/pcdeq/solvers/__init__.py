@@ -6,5 +6,16 @@ from pcdeq.solvers.picard import Picard
 from pcdeq.solvers.solution import Guess, Outcome, Pieces, Problem, Solution, Solver, SolveStats, Weight, report
 
 __all__ = [
-    "Anderson", "Guess", "Newton", "Outcome", "Picard", "Pieces", "Problem", "Solution", "SolveStats", "Solver", "Weight", "report"
-]  # fmt: skip
+    "Anderson",
+    "Guess",
+    "Newton",
+    "Outcome",
+    "Picard",
+    "Pieces",
+    "Problem",
+    "Solution",
+    "SolveStats",
+    "Solver",
+    "Weight",
+    "report",
+]

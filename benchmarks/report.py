@@ -1,0 +1,85 @@
+"""What a benchmark leaves behind: bench.json, bench.md and bench.png."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from rich.table import Table
+from tables import COLUMNS, Run, details, geometric_mean, groups, median, name_of, ratio_table, target_table
+
+COLOURS = {"hook": "#4477aa", "torchdeq": "#ee6677", "torchdeq-anderson": "#ccbb44", "explicit": "#228833"}
+
+
+def save(runs: list[Run], folder: Path, facts: dict[str, object]) -> None:
+    """Write the numbers, the tables and the picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"run": number, "row": case.row, "data": case.data, **asdict(measurement)}
+        for number, run in enumerate(runs)
+        for case, measurements in run.items()
+        for measurement in measurements
+    ]
+    write(folder / "bench.json", json.dumps({**facts, "measurements": rows}, indent=1).encode())
+    write(folder / "bench.md", markdown(runs, facts).encode())
+    picture = io.BytesIO()
+    figure(runs).savefig(picture, format="png", dpi=150)
+    write(folder / "bench.png", picture.getvalue())
+
+
+def write(path: Path, content: bytes) -> None:
+    """All or nothing."""
+    partial = path.with_name(f".{path.name}.part")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def markdown(runs: list[Run], facts: dict[str, object]) -> str:
+    """The tables for a reader of the repository."""
+    lines = ["# Speed", "", "Made by `make bench`. " + "; ".join(f"{k}: {v}" for k, v in facts.items()) + ".", ""]
+    for table in (target_table(runs), ratio_table(runs)):
+        lines += [f"**{table.title}**", "", *as_markdown(table), ""]
+    lines += ["![ratios](bench.png)", "", "Milliseconds (medians), products with W for each layer and sample, peak"]
+    lines += ["memory of a training step in MB, true errors of equilibria and gradients against float64:", ""]
+    lines += [f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *details(runs))]
+    return "\n".join(lines) + "\n"
+
+
+def as_markdown(table: Table) -> list[str]:
+    heads = [str(column.header) for column in table.columns]
+    cells = zip(*(list(column.cells) for column in table.columns), strict=True)
+    return [f"| {' | '.join(map(str, row))} |" for row in (heads, ["---"] * len(heads), *cells)]
+
+
+def figure(runs: list[Run]) -> Figure:
+    """Bars: how many times longer each method takes."""
+    mpl.use("agg")
+    methods = [m.method for m in next(iter(runs[0].values())) if m.method != "pcdeq"]
+    picture = Figure(figsize=(10, 4), layout="constrained")
+    for place, what in enumerate(("training", "inference"), start=1):
+        axes = picture.add_subplot(1, 2, place)
+        found = groups(runs[0])
+        for offset, method in enumerate(methods):
+            heights = [_mean(runs, group, method, what) for group in found]
+            places = [index + 0.2 * offset for index in range(len(found))]
+            bars = axes.bar(places, heights, 0.19, label=method, color=COLOURS.get(method))
+            axes.bar_label(bars, fmt="%.1f", fontsize=7)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks([index + 0.1 * (len(methods) - 1) for index in range(len(found))], map(name_of, found))
+        axes.set_yscale("log")
+        axes.set_title(f"{what}: time over pcdeq's, higher is slower")
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.axes[0].legend(frameon=False)
+    return picture
+
+
+def _mean(runs: list[Run], group: tuple[str, str], method: str, what: str) -> float:
+    def of(run: Run, case: object) -> float:
+        times = {m.method: getattr(m, what).median for m in run[case]}  # pyright: ignore
+        return times[method] / times["pcdeq"]
+
+    return geometric_mean([median(runs, lambda run, c=c: of(run, c)) for c in runs[0] if (c.topology, c.data) == group])

@@ -27,6 +27,9 @@ from pcdeq.recipes import find_row
 WEIGHTS = Path(__file__).parent / "weights"
 ACTIVATIONS = ("tanh", "relu6", "softsign", "sigmoid")
 BATCH = 64
+BATCHES = 8  # that take turns: a solve must not start from what the same images have taught
+SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+Batch = tuple[Tensor, Tensor]
 # Steps of the short training, with the row's learning rate; as many as an hour on two cores allows.
 STEPS = {
     ("l", "mnist"): 9_000,
@@ -60,20 +63,19 @@ class Case:
         model.load_state_dict(load_file(self.weights))
         return model
 
-    def batch(self) -> tuple[Tensor, Tensor, str]:
-        """Images, labels and where they are from."""
+    def batches(self) -> tuple[list[Batch], str]:
+        """Batches of images and labels that the weights were not trained on, and where they are from."""
         name = "mnist-mini" if self.data == "mnist" else self.data
         try:
             data = load_dataset(name, quiet=True)
-        except PcdeqError:  # no network: digits, blown up and coloured, are real images of the right shape
-            data = load_dataset("mnist-mini")
-            images, labels = data.test.images[:BATCH].float(), data.test.labels[:BATCH]
-            images = F.interpolate(images, size=(32, 32)).expand(-1, 3, -1, -1) / 255
-            return (images - 0.45) / 0.25, labels, "mnist-mini, enlarged"
-        prepare = Preprocessing(data.mean, data.std, data.classes)
+        except PcdeqError:  # no network: digits, enlarged, are real images of the right shape
+            data, name = load_dataset("mnist-mini"), "mnist-mini, enlarged"
+        images = Preprocessing(data.mean, data.std, data.classes)(data.test.images)
+        if images.shape[1:] != SHAPES[self.data]:
+            images = F.interpolate(images, size=SHAPES[self.data][1:]).expand(-1, SHAPES[self.data][0], -1, -1)
         # Spread over the test set, which may be sorted by class.
-        chosen = torch.linspace(0, len(data.test.labels) - 1, BATCH).long()
-        return prepare(data.test.images[chosen]), data.test.labels[chosen], name
+        chosen = [torch.arange(start, len(images), len(images) // BATCH)[:BATCH] for start in range(BATCHES)]
+        return [(images[indices], data.test.labels[indices]) for indices in chosen], name
 
 
 def cases(topologies: tuple[str, ...], data: tuple[str, ...], activations: tuple[str, ...]) -> list[Case]:

@@ -41,7 +41,7 @@ def main() -> None:
         runs.append({case: measure(case, methods, options.seconds) for case in measured})
     console = Console(width=150)
     console.print(target_table(runs), ratio_table(runs), detail_table(runs))
-    sources = {f"{case.data}: {case.batch()[2]}" for case in chosen}
+    sources = {f"{case.data}: {case.batches()[1]}" for case in chosen}
     save(runs, options.out, {"machine": machine(), "images": sorted(sources), "seconds": options.seconds})
     console.print(f"kept in {options.out}")
 

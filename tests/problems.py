@@ -169,6 +169,25 @@ def scalar_layer(weight: float, activation: str | pcdeq.Activation, dtype=torch.
     return layer
 
 
+def contract(layer: pcdeq.PcDEQ, norm: float = 0.5) -> pcdeq.PcDEQ:
+    """Scale the weight to at most this spectral norm (of a convolution: the sum over taps), hence so the map."""
+    with torch.no_grad():
+        weight = layer.operator.effective_weight().double()
+        taps = weight[None] if weight.ndim == 2 else weight.flatten(2).permute(2, 0, 1)
+        layer.operator.raw[-1].mul_(norm / torch.linalg.matrix_norm(taps, 2).sum())
+    return layer
+
+
+def by_threads(threads: int, function: Callable[[], object]):
+    """What the function returns when torch has so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return function()
+    finally:
+        torch.set_num_threads(before)
+
+
 def as_array(tensor: Tensor) -> Array:
     return tensor.detach().double().numpy()
 

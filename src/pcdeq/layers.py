@@ -246,6 +246,8 @@ class PcDEQ(nn.Module):
             )
         if not x.is_floating_point():
             raise UsageError(f"the input must be a floating point tensor, got {x.dtype}; use x.float()")
+        if x.device != self.operator.raw[0].device:
+            raise UsageError(f"the layer is on {self.operator.raw[0].device} but its input is on {x.device}; move one")
         self.operator.check_input(x)
         if x.ndim == self.operator.state_ndim + 1:
             return x
@@ -257,6 +259,7 @@ class PcDEQ(nn.Module):
             self.gradient == "implicit"
             and torch.is_grad_enabled()
             and self.injection is None
+            and type(self).inject is PcDEQ.inject
             and type(self.operator).effective_weight is Operator.effective_weight
             and x.dtype in (torch.float32, torch.float64)
             and all(parameter.dtype == x.dtype for parameter in self.operator.raw)

@@ -125,7 +125,7 @@ class ConvMap(LinearMap):
         assert KERNELS is not None
         z = z.contiguous(memory_format=_memory_format(z))
         y = y.to(z.dtype).contiguous(memory_format=_memory_format(z))
-        result = torch.empty(self.weight.shape)
+        result = torch.empty(self.weight.shape, dtype=torch.float32, device="cpu")
         pointers = (z.data_ptr(), y.data_ptr(), result.data_ptr())
         KERNELS.conv_weight_gradient(tuple(z.shape), z.stride(), *pointers, torch.get_num_threads())
         return result

@@ -6,7 +6,7 @@
 /* exp(-y) for y >= 0, relative error below 2e-7; from 87 on the smallest normal number. */
 INLINE float exp_negative(float y, float largest)
 {
-    y = y < largest ? y : largest;
+    y = y > largest ? largest : y; /* keeps a NaN */
     const int k = (int)(y * 1.44269504f + 0.5f);
     const float kf = (float)k, f = -((y - kf * 0.693359375f) + kf * 2.12194440e-4f);
     float tail = 1.9875691e-4f;
@@ -39,7 +39,7 @@ static void softplus_run(int64_t n, float beta, float floor, const float *restri
         tail = tail * q + 1.0f / 5.0f;
         tail = tail * q + 1.0f / 3.0f;
         const float log1p = 2.0f * s * (tail * q + 1.0f);
-        out[i] = ((a <= 0.0f ? 0.0f : a) + log1p) * per_beta + floor; /* a NaN stays */
+        out[i] = (x[i] > 0.0f ? x[i] : 0.0f) + log1p * per_beta + floor;
     }
 }
 

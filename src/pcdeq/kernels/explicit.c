@@ -57,6 +57,20 @@ static void combine_rows(int64_t rows, int64_t channels, const float *a, const f
     for (int64_t j = 0; at + j < size; j++) out[at + j] = scale[j] * a[at + j] + slope[j] * b[at + j] + shift[j];
 }
 
+/* out = scale * a + shift, channel by channel. */
+VERSIONS
+static void scale_rows(int64_t rows, int64_t channels, const float *a, const float *scale, const float *shift,
+                       float *restrict out)
+{
+    const int64_t tile = TILE * channels, size = rows * channels;
+    int64_t at = 0;
+    for (; at + tile <= size; at += tile) {
+#pragma omp simd
+        for (int64_t j = 0; j < tile; j++) out[at + j] = scale[j] * a[at + j] + shift[j];
+    }
+    for (int64_t j = 0; at + j < size; j++) out[at + j] = scale[j] * a[at + j] + shift[j];
+}
+
 static void repeat(int64_t channels, float *tile)
 {
     for (int64_t j = channels; j < TILE * channels; j++) tile[j] = tile[j - channels];
@@ -101,7 +115,8 @@ static void combine_all(int64_t rows, int64_t channels, int threads, const float
     for (int i = 0; i < PARTS; i++) {
         const int64_t first = first_row(rows, i), last = first_row(rows, i + 1);
         const int64_t at = first * channels;
-        combine_rows(last - first, channels, a + at, b + at, scale, slope, shift, out + at);
+        if (b) combine_rows(last - first, channels, a + at, b + at, scale, slope, shift, out + at);
+        else scale_rows(last - first, channels, a + at, scale, shift, out + at);
     }
 }
 
@@ -141,7 +156,7 @@ PyObject *batch_norm_forward(PyObject *self, PyObject *args)
         }
         repeat(channels, scale);
         repeat(channels, shift);
-        if (ok) combine_all(rows, channels, threads, x, x, scale, zero, shift, y);
+        if (ok) combine_all(rows, channels, threads, x, NULL, scale, NULL, shift, y);
         Py_END_ALLOW_THREADS
     }
     free(tiles);
@@ -161,9 +176,9 @@ PyObject *batch_norm_inference(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "LLKKKKKKfi", &rows, &channels, &x, &weight, &bias, &mean, &variance, &y, &eps, &threads))
         return NULL;
     const int64_t tile = TILE * channels;
-    float *tiles = calloc(3 * tile, sizeof(float));
+    float *tiles = malloc(2 * tile * sizeof(float));
     if (!tiles) return PyErr_NoMemory();
-    float *scale = tiles, *shift = tiles + tile, *zero = tiles + 2 * tile;
+    float *scale = tiles, *shift = tiles + tile;
     Py_BEGIN_ALLOW_THREADS
     for (int64_t c = 0; c < channels; c++) {
         scale[c] = (float)(FLOATS(weight)[c] / sqrt((double)FLOATS(variance)[c] + eps));
@@ -171,7 +186,7 @@ PyObject *batch_norm_inference(PyObject *self, PyObject *args)
     }
     repeat(channels, scale);
     repeat(channels, shift);
-    combine_all(rows, channels, threads, FLOATS(x), FLOATS(x), scale, zero, shift, FLOATS(y));
+    combine_all(rows, channels, threads, FLOATS(x), NULL, scale, NULL, shift, FLOATS(y));
     Py_END_ALLOW_THREADS
     free(tiles);
     Py_RETURN_NONE;

@@ -2,8 +2,8 @@
  *
  * Convolutions take Winograd's way, F(4x4, 3x3) (Lavin & Gray 2016): an image is cut into tiles of 4x4 outputs, each of
  * which needs 6x6 inputs. Both are transformed so that the convolution is one product of matrices for each of 36
- * frequencies, a quarter of the multiplications. Its rounding error is some ten times that of the plain sum, 1e-6
- * relative to the largest numbers around; solvers/fused.py knows for which tolerances that is good enough.
+ * frequencies, a quarter of the multiplications. Its rounding error is some ten times that of the plain sum, about
+ * 1e-6 of the largest sums around; solvers/fused.py knows for which tolerances that is good enough.
  */
 #include "product.h"
 #include <string.h>

@@ -27,15 +27,16 @@ typedef struct {
 /* Numbers that one thread works with. */
 static size_t scratch_size(const layout *l) { return l->padded + 5 * l->runs * l->n + product_space(l); }
 
-/* A guess of a product is nonnegative, as a start must be, and finite, whatever the buffers hold that it is made of. */
+/* A guess of a product is finite, whatever the buffers hold that it is made of, and nonnegative, as a start must be;
+ * that of the adjoint may have any sign. */
 VERSIONS
 static void make_admissible(int64_t n, int nonnegative, float *restrict guess)
 {
+    const float least = nonnegative ? 0.0f : -FLT_MAX, most = nonnegative ? FLT_MAX : 0.0f;
     for (int64_t i = 0; i < n; i++) {
         float v = guess[i];
-        if (nonnegative) v = v > 0.0f ? v : 0.0f;
-        v = v < FLT_MAX ? v : (v >= FLT_MAX ? FLT_MAX : 0.0f);
-        guess[i] = v > -FLT_MAX ? v : 0.0f;
+        v = v >= least ? v : 0.0f; /* a NaN is 0 */
+        guess[i] = v <= FLT_MAX ? v : most;
     }
 }
 

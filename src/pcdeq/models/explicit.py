@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pcdeq.kernels import KERNELS, is_native, threads
 
@@ -31,7 +32,7 @@ class _BatchNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float
     ) -> Tensor:
         assert KERNELS is not None
-        y, statistics = torch.empty_like(x), torch.empty(2, x.shape[1])
+        y, statistics = torch.empty_like(x), torch.empty(2, x.shape[1], dtype=torch.float32, device="cpu")
         pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), *_pair(statistics))
         running = (mean.data_ptr(), variance.data_ptr(), momentum)
         KERNELS.batch_norm_forward(*_rows(x), *pointers, *running, eps, threads(x))
@@ -39,6 +40,7 @@ class _BatchNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert KERNELS is not None
         x, weight, statistics = ctx.saved_tensors
@@ -94,6 +96,7 @@ class _MaxPool(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert KERNELS is not None
         (which,) = ctx.saved_tensors

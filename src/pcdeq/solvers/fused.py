@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.kernels import KERNELS
-from pcdeq.solvers.solution import Outcome, Pieces, Problem, Solution, Solver, SolveStats, Weight
+from pcdeq.solvers.solution import Outcome, Pieces, Problem, Solution, Solver, SolveStats
 
 # Activations that the kernel knows, in the order of its enum; the adjoint equation is linear.
 CODES = {
@@ -53,14 +53,19 @@ def anderson(solver: Solver, decay: float, problem: Problem) -> Solution:
         return solver.give_up(problem)
     pieces = problem.pieces
     assert pieces is not None
-    if _knows(pieces.weight, pieces.offset, solver.tol):
+    if _knows(problem, pieces, solver.tol):
         return _solve(solver, decay, problem, pieces)
     return _iterate(solver, decay, problem, pieces)
 
 
-def _knows(weight: Weight | None, offset: Tensor, tol: float) -> bool:
+def _knows(problem: Problem, pieces: Pieces, tol: float) -> bool:
     """Whether the kernel can compute the products, too."""
-    if weight is None or weight.tensor.dtype != torch.float32:
+    weight, offset = pieces.weight, pieces.offset
+    if weight is None or weight.tensor.dtype != torch.float32 or weight.tensor.device != offset.device:
+        return False
+    if any(t is not None and t.shape != offset.shape for t in (problem.start, pieces.slope)):
+        return False
+    if problem.box is not None and problem.box[0] > 0:  # what the kernel fills up with zeros would be clamped
         return False
     if weight.form == "dense":
         return offset.ndim == 2 and offset.shape[1] <= LARGEST_DENSE
@@ -82,8 +87,10 @@ def _solve(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> So
     conv, samples, width = weight.ndim > 2, offset.shape[0], weight.shape[0]
     places = offset.numel() // (samples * width)
     shape, strides = (offset.shape, offset.stride()) if conv else ((samples, width, 1, 1), (width, 1, 0, 0))
-    out, residual = torch.empty_like(offset), torch.empty(samples)
-    steps, converged = torch.empty(samples, dtype=torch.int64), torch.empty(samples, dtype=torch.bool)
+    out = torch.empty_like(offset)
+    residual, steps, converged = (
+        torch.empty(samples, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int64, torch.bool)
+    )
     failed, slowest, largest = KERNELS.solve(
         conv,
         pieces.weight.transposed,
@@ -107,7 +114,7 @@ def _solve(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> So
 def _iterate(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> Solution:
     """Products by torch, steps by the kernel."""
     assert KERNELS is not None
-    state = torch.zeros(len(pieces.offset), FIELDS, dtype=torch.int32)
+    state = torch.zeros(len(pieces.offset), FIELDS, dtype=torch.int32, device="cpu")
     start = problem.first()
     layout = dense_layout(start)
     point = start.clone(memory_format=layout)

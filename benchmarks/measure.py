@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import statistics
 import time
@@ -22,6 +21,7 @@ import pcdeq
 
 TOL = 1e-4
 TOLERANCES = (1e-4, 7e-5, 5e-5, 3e-5, 2e-5, 1e-5, 5e-6, 2e-6, 1e-6)  # that pcdeq may choose from
+ERROR_IMAGES = {"l": 64, "mc": 64, "sc": 16}  # that the errors are taken on: float64 is slow
 TURN = 0.02  # seconds that a method goes on before the next one has its turn
 METHODS = ("pcdeq", *PEERS)
 
@@ -92,18 +92,19 @@ class Contestant:
         """One forward pass."""
         self.deployed(next(self.turns)[0])
 
-    def tighten(self, value_error: float, gradient_error: float) -> tuple[float, float]:
+    def tighten(self, referee: Referee, limits: tuple[float, float]) -> tuple[float, float]:
         """Choose the tolerances of pcdeq, at most the peers', so that its errors are no worse; returns the errors.
 
         The authors' code evaluates the layer once more after it has met its tolerance, so the same tolerance is
         not the same error.
         """
-        for name, index, limit in (("solver", 0, value_error), ("adjoint_solver", 1, gradient_error)):
+        errors = (inf, inf)
+        for index, name in enumerate(("solver", "adjoint_solver")):
             for tol in TOLERANCES:
                 for layer in layers_of(self.model):
                     setattr(layer, name, getattr(layer, name).with_options(tol=tol))
-                errors = true_errors(self)
-                if errors[index] <= limit:
+                errors = referee.errors(self)
+                if errors[index] <= limits[index]:
                     break
         return errors
 
@@ -121,9 +122,10 @@ def measure(case: Case, methods: tuple[str, ...], seconds: float) -> list[Measur
     """Measure all methods on a case, giving each about so many seconds for training and as many for inference."""
     batches, _ = case.batches()
     contestants = {method: Contestant(method, case, batches) for method in methods}
-    errors = {m: true_errors(c) for m, c in contestants.items() if m not in ("pcdeq", "explicit")}
+    referee = Referee(case, batches[0][0])
+    errors = {m: referee.errors(c) for m, c in contestants.items() if m not in ("pcdeq", "explicit")}
     if "pcdeq" in contestants:
-        errors["pcdeq"] = contestants["pcdeq"].tighten(*errors.get("hook", (inf, inf)))
+        errors["pcdeq"] = contestants["pcdeq"].tighten(referee, errors.get("hook", (inf, inf)))
     training = interleave({m: c.train for m, c in contestants.items()}, seconds)
     products = {m: count_products(c) for m, c in contestants.items()}
     memory = {m: peak_memory(c.train) for m, c in contestants.items()}
@@ -141,11 +143,11 @@ def interleave(actions: dict[str, Callable[[], None]], seconds: float) -> dict[s
     A turn of a short action is several in a row, the first of which is not counted: others have emptied the caches.
     A long action has fewer turns, at least two.
     """
-    for action in actions.values():
-        action()
     times: dict[str, list[float]] = {name: [] for name in actions}
     spent = dict.fromkeys(actions, 0.0)
-    while any(spent[name] < seconds for name in actions):
+    for action in actions.values():
+        action()
+    while any(spent[name] < seconds or len(times[name]) < 2 for name in actions):
         for name, action in actions.items():
             if spent[name] >= seconds and len(times[name]) > 1:
                 continue
@@ -208,39 +210,41 @@ def peak_memory(action: Callable[[], None]) -> int:
     return peak
 
 
-def true_errors(contestant: Contestant) -> tuple[float, float]:
-    """Relative errors of the equilibria and of their gradients against float64, at the worst layer and batch."""
-    was_training = contestant.model.training
-    inputs: list[tuple[nn.Module, Tensor]] = []
-    handles = [
-        layer.register_forward_hook(lambda module, args, _: inputs.append((module, args[0].detach())))
-        for layer in layers_of(contestant.model)
-    ]
-    contestant.model.eval()
-    with torch.no_grad():
-        for images, _ in contestant.batches[:2]:
-            contestant.model(images)
-    for handle in handles:
-        handle.remove()
-    values, gradients = zip(*(_layer_errors(*pair) for pair in inputs), strict=True)
-    contestant.model.train(was_training)
-    return max(values), max(gradients)
+class Referee:
+    """Equilibria and gradients in float64, for the inputs that the trained network gives its layers."""
+
+    def __init__(self, case: Case, images: Tensor) -> None:
+        model = case.model().eval()
+        layers = layers_of(model)
+        self.inputs: list[Tensor] = []
+        listen = [
+            layer.register_forward_hook(lambda _, args, __: self.inputs.append(args[0].detach())) for layer in layers
+        ]
+        with torch.no_grad():
+            model(images[: ERROR_IMAGES[case.topology]])
+        for handle in listen:
+            handle.remove()
+        exact = pcdeq.Anderson(tol=1e-10, max_steps=2000)
+        self.truth = []
+        for layer, x in zip(layers, self.inputs, strict=True):
+            layer.double().solver = layer.adjoint_solver = exact
+            self.truth.append(_value_and_gradient(layer, x.double()))
+
+    def errors(self, contestant: Contestant) -> tuple[float, float]:
+        """Relative errors of the equilibria and of their gradients, at the worst layer."""
+        worst = [0.0, 0.0]
+        for layer, x, truth in zip(layers_of(contestant.model), self.inputs, self.truth, strict=True):
+            was_training = layer.training
+            layer.train(isinstance(layer, Peer))  # torchdeq has no gradients otherwise; ours learns nothing here
+            for index, (found, true) in enumerate(zip(_value_and_gradient(layer, x), truth, strict=True)):
+                worst[index] = max(worst[index], float((found.double() - true).norm() / true.norm()))
+            layer.train(was_training)
+        return worst[0], worst[1]
 
 
-def _layer_errors(layer: nn.Module, x: Tensor) -> tuple[float, float]:
-    layer.train(isinstance(layer, Peer))  # torchdeq has no gradients otherwise; ours learns nothing here
-    exact = copy.deepcopy(layer.source if isinstance(layer, Peer) else layer).double()
-    exact.solver = exact.adjoint_solver = pcdeq.Anderson(tol=1e-11, max_steps=2000)
+def _value_and_gradient(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
     cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    results = []
-    for module, input in ((layer, x), (exact, x.double())):
-        input = input.clone().requires_grad_()
-        with torch.enable_grad():
-            z = module(input)
-        (gradient,) = torch.autograd.grad(z, input, cotangent.to(z.dtype))
-        results.append((z.detach().double(), gradient.double()))
-    (z, gradient), (true_z, true_gradient) = results
-    return (
-        float((z - true_z).norm() / true_z.norm()),
-        float((gradient - true_gradient).norm() / true_gradient.norm()),
-    )
+    z = layer(x)
+    (gradient,) = torch.autograd.grad(z, x, cotangent.to(z.dtype))
+    return z.detach(), gradient

@@ -10,7 +10,18 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.table import Table
-from tables import COLUMNS, Run, details, geometric_mean, groups, median, name_of, ratio_table, target_table
+from tables import (
+    COLUMNS,
+    Run,
+    details,
+    geometric_mean,
+    groups,
+    name_of,
+    others,
+    ratio_table,
+    single_ratios,
+    target_table,
+)
 
 COLOURS = {"hook": "#4477aa", "torchdeq": "#ee6677", "torchdeq-anderson": "#ccbb44", "explicit": "#228833"}
 
@@ -58,13 +69,14 @@ def as_markdown(table: Table) -> list[str]:
 def figure(runs: list[Run]) -> Figure:
     """Bars: how many times longer each method takes."""
     mpl.use("agg")
-    methods = [m.method for m in next(iter(runs[0].values())) if m.method != "pcdeq"]
+    methods = others(runs[0])
     picture = Figure(figsize=(10, 4), layout="constrained")
     for place, what in enumerate(("training", "inference"), start=1):
         axes = picture.add_subplot(1, 2, place)
         found = groups(runs[0])
         for offset, method in enumerate(methods):
-            heights = [_mean(runs, group, method, what) for group in found]
+            ratios = [single_ratios(runs, group, method, what) for group in found]
+            heights = [geometric_mean(single) if single else float("nan") for single in ratios]
             places = [index + 0.2 * offset for index in range(len(found))]
             bars = axes.bar(places, heights, 0.19, label=method, color=COLOURS.get(method))
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
@@ -75,11 +87,3 @@ def figure(runs: list[Run]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     picture.axes[0].legend(frameon=False)
     return picture
-
-
-def _mean(runs: list[Run], group: tuple[str, str], method: str, what: str) -> float:
-    def of(run: Run, case: object) -> float:
-        times = {m.method: getattr(m, what).median for m in run[case]}  # pyright: ignore
-        return times[method] / times["pcdeq"]
-
-    return geometric_mean([median(runs, lambda run, c=c: of(run, c)) for c in runs[0] if (c.topology, c.data) == group])

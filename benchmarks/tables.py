@@ -91,20 +91,35 @@ def ratio_table(runs: list[Run]) -> Table:
     found = groups(runs[0])
     for group in found:
         table.add_column(name_of(group), justify="right")
-    present = [m.method for m in next(iter(runs[0].values())) if m.method != "pcdeq"]
     for what in ("training", "inference"):
-        for method in present:
+        for method in others(runs[0]):
             table.add_row(f"{method}, {what}", *(_ratio_cell(runs, group, method, what) for group in found))
     return table
 
 
-def _ratio_cell(runs: list[Run], group: tuple[str, str], method: str, what: str) -> str:
+def others(run: Run) -> list[str]:
+    """All methods but ours, in the order in which they were measured."""
+    return list(dict.fromkeys(m.method for measurements in run.values() for m in measurements if m.method != "pcdeq"))
+
+
+def single_ratios(runs: list[Run], group: tuple[str, str], method: str, what: str) -> list[float]:
+    """The method's time over ours for each activation, the median of the runs."""
+
     def of(measurements: list[Measurement]) -> float:
         times = {m.method: getattr(m, what).median for m in measurements}
         return times[method] / times["pcdeq"]
 
-    single = [median(runs, lambda run, c=c: of(run[c])) for c in runs[0] if (c.topology, c.data) == group]
-    return f"{geometric_mean(single):.2f} ({min(single):.2f}-{max(single):.2f})"
+    measured = [
+        case
+        for case, found in runs[0].items()
+        if (case.topology, case.data) == group and method in {m.method for m in found}
+    ]
+    return [median(runs, lambda run, case=case: of(run[case])) for case in measured]
+
+
+def _ratio_cell(runs: list[Run], group: tuple[str, str], method: str, what: str) -> str:
+    single = single_ratios(runs, group, method, what)
+    return f"{geometric_mean(single):.2f} ({min(single):.2f}-{max(single):.2f})" if single else ""
 
 
 COLUMNS = ("case", "method", "training", "inference", "forward", "backward", "MB", "error", "gradient error")

@@ -17,6 +17,7 @@ from problems import (
     PAPER_ACTIVATIONS,
     STATES,
     as_array,
+    fixed_point_of,
     make_input,
     make_layer,
     matrix_of,
@@ -323,3 +324,66 @@ class TestCertifiedRule:
         for activation in ACTIVATIONS:
             layer = make_layer("conv2d", activation, gain=0.5, solver=solver(stop="certified", tol=1e-6))
             assert layer.solve(make_input("conv2d", samples=4)).outcome is Outcome.CONVERGED
+
+
+class TestWidthAskedFor:
+    @pytest.mark.parametrize("operator", ["dense", "conv2d", "graph"])
+    @pytest.mark.parametrize("activation", ["tanh", "relu6", "softsign", "sigmoid"])
+    @pytest.mark.parametrize("width", [1e-2, 1e-5, 1e-9])
+    def test_bounds_are_as_narrow_as_asked_for(self, operator, activation, width):
+        layer, x = make_layer(operator, activation, dtype=torch.float32), make_input(operator, dtype=torch.float32)
+        box = layer.enclose(x, width=width)
+        assert box.certified.all()
+        assert (box.width <= width).all()
+        with torch.no_grad():
+            equation = layer.equation(x)  # the numbers in memory, of which the claim is
+        exactly = layer.operator.bind(equation.map.weight.double())
+        matrix, inputs = as_array(exactly.matrix(x.shape[1:])), as_array(equation.x.flatten(1))
+        exact = np.stack([fixed_point_of(matrix, row, FACTS[activation]) for row in inputs])
+        slack = 1e-13  # of the referee
+        assert (as_array(box.lower.flatten(1)) <= exact + slack).all()
+        assert (exact - slack <= as_array(box.upper.flatten(1))).all()
+
+    def test_float64_only_where_it_is_needed(self):
+        layer, x = make_layer("dense", "tanh", dtype=torch.float32), make_input("dense", dtype=torch.float32)
+        assert layer.enclose(x, width=1e-2).lower.dtype == torch.float32
+        assert layer.enclose(x, width=1e-9).lower.dtype == torch.float64
+
+    def test_what_cannot_be_had_is_not_certified_and_still_bounded(self):
+        layer, x = make_layer("dense", "tanh"), make_input("dense")
+        box = layer.enclose(x, width=1e-300)
+        assert not box.certified.any()
+        assert (box.width < 1e-10).all()
+        with pytest.raises(pcdeq.PcdeqError, match="width must be above 0"):
+            layer.enclose(x, width=0.0)
+
+
+class TestDecided:
+    def test_a_question_is_settled_with_fewer_steps_than_a_solve_takes(self):
+        layer, x = make_layer("dense", "tanh", gain=2.0, warm_start=False), make_input("dense", samples=20)
+        exact = layer.solve(x, solver=pcdeq.Anderson(tol=1e-12)).value
+        threshold = 0.9 * exact.amin()
+
+        def question(box):
+            return (box.lower > threshold).all(1)
+
+        solver = pcdeq.Anderson(tol=1e-8, stop="decided")
+        solution = layer.solve(x, solver=solver, decided=question)
+        assert solution.converged.all() and solution.outcome.name == "CONVERGED"
+        assert (solution.steps < layer.solve(x, solver=pcdeq.Anderson(tol=1e-8)).steps).all()
+
+    def test_a_question_that_stays_open_is_reported(self):
+        layer, x = make_layer("dense", "tanh"), make_input("dense")
+        solver = pcdeq.Anderson(stop="decided")
+        with pytest.warns(pcdeq.errors.ConvergenceWarning, match="no error bound was proved"):
+            solution = layer.solve(x, solver=solver, decided=lambda box: torch.zeros_like(box.certified))
+        assert not solution.converged.any()
+
+    def test_question_and_rule_belong_together(self):
+        layer, x = make_layer("dense", "tanh"), make_input("dense")
+        with pytest.raises(pcdeq.PcdeqError, match="belong together"):
+            layer.solve(x, solver=pcdeq.Anderson(stop="decided"))
+        with pytest.raises(pcdeq.PcdeqError, match="belong together"):
+            layer.solve(x, decided=lambda box: box.certified)
+        with pytest.raises(pcdeq.PcdeqError, match="needs a question"):
+            pcdeq.PcDEQLinear(3, solver=pcdeq.Anderson(stop="decided"))(torch.zeros(1, 3))

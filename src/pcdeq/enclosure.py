@@ -11,28 +11,34 @@ margin for the rounding of its own products: nothing depends on how the candidat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pcdeq.equation import Equation
-from pcdeq.solvers import Guess, Outcome, Solution, Solver
+from pcdeq.solvers import Anderson, Guess, Outcome, Solution, Solver
 from pcdeq.solvers.solution import per_sample
 
 # (terms of the series, slack δ as a fraction of the largest residual) of the first attempt and the next ones.
 ATTEMPTS = ((5, 0.05), (10, 0.3), (20, 1.0), (40, 4.0))
+# Tolerances by which bounds are tightened to a width; below the second number float32 is of no use.
+REFINEMENTS = (1e-5, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
+SINGLE_PRECISION = 1e-6
+# The first tolerance at which `solve_decided` looks.
+COARSEST = 1e-1
 # Slack for rounding, in units of the test's margin: one is used up by the test itself.
 ROUNDING_SLACK = 2.5
 
 
 @dataclass(frozen=True)
 class Enclosure:
-    """lower <= z* <= upper, for the samples that are certified.
+    """lower <= z* <= upper, proved.
 
     Attributes:
-        lower, upper: the bounds, (samples, *state); for a sample that is not certified, 0 and infinity.
-        certified: for which samples the bounds are proved, (samples,).
+        lower, upper: the bounds, (samples, *state); where none was found, 0 and infinity.
+        certified: for which samples there are bounds and, if a width was asked for, they are no wider, (samples,).
 
     >>> import torch, pcdeq
     >>> box = pcdeq.PcDEQLinear(4).enclose(torch.zeros(2, 4))
@@ -69,6 +75,29 @@ def enclose_near(equation: Equation, z: Tensor, above: Equation | None = None) -
         if not len(left):
             break
     return Enclosure(lower, upper, certified)
+
+
+def refine(
+    to_float64: Callable[[Equation], Equation], equation: Equation, z: Tensor, box: Enclosure, width: float
+) -> Enclosure:
+    """Tighten the bounds of those samples that are wider than asked for; what stays wider is not certified."""
+    for tol in REFINEMENTS:
+        wide = ~(_largest(box.width) <= width).flatten()
+        if not bool(wide.any()):
+            break
+        if equation.x.dtype != torch.float64 and tol < SINGLE_PRECISION:
+            equation, z = to_float64(equation), z.double()
+            box = Enclosure(box.lower.double(), box.upper.double(), box.certified)
+        part = equation.select(wide)
+        # Plain steps would do as well; Anderson needs fewer.
+        better = Anderson(tol=tol, max_steps=1000).solve(part.problem().continued(z[wide], 1)).value
+        found = enclose_near(part, better)
+        z[wide] = better
+        # Both are bounds, so the better of the two is.
+        box.lower[wide] = torch.maximum(box.lower[wide], found.lower)
+        box.upper[wide] = torch.minimum(box.upper[wide], found.upper)
+    narrow = (_largest(box.width) <= width).flatten()
+    return Enclosure(box.lower, box.upper, narrow)
 
 
 def _attempt(below: Equation, above: Equation, z: Tensor, terms: int, slack: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,12 +195,44 @@ def solve_certified(solver: Solver, equation: Equation, guess: Guess | None = No
         missing = float((bound / solver.tol).clamp(2.0, 100.0).max())
         inner = inner.with_options(tol=max(inner.tol / missing, finest))
         problem = problem.continued(solution.value, used)
-    outcome = solution.outcome
-    if bool(converged.all()):
-        outcome = Outcome.CONVERGED
-    elif outcome in (Outcome.CONVERGED, Outcome.PRECISION):
-        outcome = Outcome.NOT_CERTIFIED
+    outcome = certified_outcome(solution.outcome, converged)
     return Solution(solution.value, solution.steps, bound, converged, outcome)
+
+
+def certified_outcome(found: Outcome, converged: Tensor) -> Outcome:
+    """The outcome where a bound decides, not the residual."""
+    if bool(converged.all()):
+        return Outcome.CONVERGED
+    return Outcome.NOT_CERTIFIED if found in (Outcome.CONVERGED, Outcome.PRECISION) else found
+
+
+def solve_decided(
+    solver: Solver, equation: Equation, decided: Callable[[Enclosure], Tensor], guess: Guess | None = None
+) -> Solution:
+    """Solve each sample only until ``decided`` says that the bounds on z* settle the question.
+
+    Tolerances from coarse to the solver's own are tried in turn, on the samples that are left.
+    """
+    value = torch.empty_like(equation.x)
+    steps = torch.zeros(len(value), dtype=torch.int64, device=value.device)
+    residual = torch.full((len(value),), torch.inf, dtype=value.dtype, device=value.device)
+    done = torch.zeros_like(steps, dtype=torch.bool)
+    left = torch.arange(len(value), device=value.device)
+    inner = solver.with_options(stop="sample", throw=False, tol=max(COARSEST, solver.tol))
+    problem = equation.problem(guess)
+    while True:
+        part = equation.select(left)
+        solution = inner.solve(problem)
+        value[left], steps[left], residual[left] = solution.value, solution.steps, solution.residual
+        done[left] = decided(enclose_near(part, solution.value))
+        open_ = ~done[left]
+        used = int(solution.steps.max())
+        if not bool(open_.any()) or inner.tol <= solver.tol or used >= solver.max_steps:
+            break
+        inner = inner.with_options(tol=max(inner.tol / 10, solver.tol))
+        problem = part.select(open_).problem().continued(solution.value[open_], used)
+        left = left[open_]
+    return Solution(value, steps, residual, done, certified_outcome(solution.outcome, done))
 
 
 def relative_bound(box: Enclosure, z: Tensor, solver: Solver) -> Tensor:

@@ -33,7 +33,7 @@ class Equation:
 
     def select(self, samples: Tensor) -> Equation:
         """The equation for some of the samples."""
-        return self if len(samples) == len(self.x) else replace(self, x=self.x[samples])
+        return self if samples.dtype != torch.bool and len(samples) == len(self.x) else replace(self, x=self.x[samples])
 
     def at_zero(self) -> Tensor:
         """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""

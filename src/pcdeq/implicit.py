@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from pcdeq.activations import Activation
-from pcdeq.enclosure import solve_certified
+from pcdeq.enclosure import certified_outcome, solve_certified
 from pcdeq.equation import Equation, like
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.operators import LinearMap
-from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, Weight, report
+from pcdeq.sensitivity import adjoint_distance
+from pcdeq.solvers import Outcome, Picard, Pieces, Problem, Solution, Solver, Weight, report
 from pcdeq.warmstart import WarmStart
 
 Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
@@ -47,6 +48,8 @@ def solve_equation(equation: Equation, solver: Solver, warm: WarmStart | None = 
         guess = None if warm is None else warm.guess(equation)
         if solver.stop == "certified":
             return solve_certified(solver, equation, guess)
+        if solver.stop == "decided":
+            raise UsageError('stop="decided" needs a question: layer.solve(x, solver=..., decided=...)')
         return solver.solve(equation.problem(guess))
 
 
@@ -160,7 +163,32 @@ def solve_adjoint(
     guess = None if warm is None else warm.adjoint(grad)
     weight = None if linear.native is None else Weight(linear.native, linear.weight, transposed=True)
     pieces = Pieces(pull, lambda y: slope * y, grad, "linear", slope, guess, weight)
-    return solver.solve(Problem(lambda u: slope * (pull(u) + grad), pieces=pieces))
+    problem = Problem(lambda u: slope * (pull(u) + grad), pieces=pieces)
+    if solver.stop == "certified":
+        return _solve_adjoint_certified(linear, slope, grad, solver, problem)
+    return solver.solve(problem)
+
+
+def _solve_adjoint_certified(
+    linear: LinearMap, slope: Tensor, grad: Tensor, solver: Solver, problem: Problem
+) -> Solution:
+    """Solve until the proved bound on ‖u - u*‖ / ‖u‖ is below the solver's tol, at the slope given (T5)."""
+    inner = solver.with_options(stop="sample", throw=False)
+    finest = 4 * torch.finfo(grad.dtype).eps
+    while True:
+        solution = inner.solve(problem)
+        distance = adjoint_distance(linear, slope, grad, solution.value)
+        bound = (inner.norm(distance) / inner.norm(solution.value)).nan_to_num(nan=0.0).to(grad.dtype)
+        converged = bound < solver.tol
+        used = int(solution.steps.max())
+        done = bool(converged.all()) or solution.outcome is Outcome.NONFINITE
+        if done or used >= solver.max_steps or inner.tol <= finest:
+            break
+        missing = float((bound / solver.tol).clamp(2.0, 100.0).max())
+        inner = inner.with_options(tol=max(inner.tol / missing, finest))
+        problem = problem.continued(solution.value, used)
+    outcome = certified_outcome(solution.outcome, converged)
+    return Solution(solution.value, solution.steps, bound, converged, outcome)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -200,8 +228,8 @@ def fixed_point(
         raise UsageError(f"z0 must be a floating point tensor, got {z0.dtype}")
     solver = Picard() if solver is None else solver
     adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-    if "certified" in (solver.stop, adjoint_solver.stop):
-        raise UsageError('stop="certified" needs the structure of a pcDEQ layer; use "sample" or "batch"')
+    if {"certified", "decided"} & {solver.stop, adjoint_solver.stop}:
+        raise UsageError('stop="certified" and "decided" need the structure of a pcDEQ layer; use "sample" or "batch"')
     lift = (1, z0.numel()) if z0.ndim < 2 else tuple(z0.shape)
     if not z0.numel():
         return z0.detach()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pcdeq.activations import Activation, as_activation
-from pcdeq.enclosure import Enclosure, enclose_near
+from pcdeq.enclosure import Enclosure, enclose_near, refine, solve_decided
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import (
@@ -24,37 +22,13 @@ from pcdeq.implicit import (
 )
 from pcdeq.injection import Relu, Softplus
 from pcdeq.operators import Conv, Dense, LinearMap, Operator
+from pcdeq.rates import Rate, a_priori_rate
+from pcdeq.sensitivity import GradientEnclosure, enclose_gradient
 from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
+from pcdeq.solvers.solution import per_sample
 from pcdeq.warmstart import WarmStart
 
 Injection = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A guarantee about plain iteration from any start in the box, in Thompson's metric max |log(z / z*)|.
-
-    Attributes:
-        factor: each step shrinks the distance to z* at least by this factor; 1 where nothing is guaranteed.
-        steps: so many steps are enough for the tolerance; None where nothing is guaranteed.
-    """
-
-    factor: float
-    steps: int | None
-
-
-def a_priori_rate(activation: Activation, floor: float, tol: float) -> Rate:
-    """T4: N = 1 + ceil(log(tol / D) / log c), with D = log(sup s / s(floor)) the distance after the first step."""
-    if not tol > 0:
-        raise UsageError(f"tol must be above 0, got {tol}")
-    factor = activation.rate(floor)
-    lowest = float(activation.value(torch.tensor(floor, dtype=torch.float64)))
-    if factor >= 1 or lowest <= 0 or activation.supremum == math.inf:
-        return Rate(factor, None)
-    distance = math.log(activation.supremum / lowest)
-    if distance <= tol or factor == 0:
-        return Rate(factor, 1)
-    return Rate(factor, 1 + math.ceil(math.log(tol / distance) / math.log(factor)))
 
 
 # Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); far below
@@ -182,32 +156,102 @@ class PcDEQ(nn.Module):
         return z if z.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else z.to(x.dtype)
 
     @torch.no_grad()
-    def solve(self, x: Tensor, *, solver: Solver | None = None) -> Solution:
+    def solve(
+        self, x: Tensor, *, solver: Solver | None = None, decided: Callable[[Enclosure], Tensor] | None = None
+    ) -> Solution:
         """Solve for x without a gradient and tell how it went.
+
+        Args:
+            solver: instead of the layer's own.
+            decided: with ``stop="decided"``, the question: given bounds on z*, for which samples do they settle it?
 
         >>> import torch, pcdeq
         >>> layer = pcdeq.PcDEQConv2d(2, activation="relu6")
         >>> solution = layer.solve(torch.randn(3, 2, 8, 8), solver=pcdeq.Picard(tol=1e-6))
         >>> solution.value.shape, solution.converged.tolist()
         (torch.Size([3, 2, 8, 8]), [True, True, True])
+
+        Is any unit above one half? A rough solve often knows:
+
+        >>> question = lambda box: ((box.lower > 0.5) | (box.upper <= 0.5)).flatten(1).all(1)
+        >>> solution = layer.solve(torch.ones(1, 2, 8, 8), solver=pcdeq.Anderson(stop="decided"), decided=question)
+        >>> solution.converged.tolist()
+        [True]
         """
         solver = self.solver if solver is None else solver
+        if (solver.stop == "decided") != (decided is not None):
+            raise UsageError('a solver with stop="decided" and the argument decided belong together')
         with no_autocast(x.device.type):
-            solution = solve_equation(self.equation(x), solver, self.warm)
+            equation = self.equation(x)
+            if decided is None:
+                solution = solve_equation(equation, solver, self.warm)
+            else:
+                guess = None if self.warm is None else self.warm.guess(equation)
+                solution = solve_decided(solver, equation, decided, guess)
         report(solution, solver, "forward")
         return solution.with_value(solution.value.reshape(x.shape))
 
     @torch.no_grad()
-    def enclose(self, x: Tensor, *, solver: Solver | None = None) -> Enclosure:
+    def enclose(self, x: Tensor, *, width: float | None = None, solver: Solver | None = None) -> Enclosure:
         """Bounds lower <= z* <= upper, proved per sample by the order test (T1, T3, T9).
 
         The claim is about the layer whose weight and injected input are the numbers in memory.
+
+        Args:
+            width: refine until no component's bounds are further apart than this, in float64 where float32 is too
+                coarse, and the result is then float64. Samples for which that fails are not certified.
+            solver: for the first solve, instead of the layer's own.
+
+        >>> import torch, pcdeq
+        >>> box = pcdeq.PcDEQLinear(4).enclose(torch.randn(2, 4), width=1e-9)
+        >>> bool(box.certified.all()), bool((box.width <= 1e-9).all())
+        (True, True)
         """
+        if width is not None and not width > 0:
+            raise UsageError(f"width must be above 0, got {width}")
         with no_autocast(x.device.type):
             equation = self.equation(x)
             solution = solve_equation(equation, self.solver if solver is None else solver, self.warm)
             box = enclose_near(equation, solution.value)
+            if width is not None:
+                box = refine(self._equation_in_float64, equation, solution.value, box, width)
         return Enclosure(box.lower.reshape(x.shape), box.upper.reshape(x.shape), box.certified)
+
+    @torch.no_grad()
+    def enclose_gradient(self, x: Tensor, grad: Tensor, *, tol: float = 1e-6) -> GradientEnclosure:
+        """Bounds on the exact gradient of <grad, z*(x)> with respect to x, proved per sample (T5), in float64.
+
+        They contain what `backward` would give if the equilibrium and its gradient were exact. Near a kink of the
+        activation no computation can tell on which side z* lies; such components are reported.
+
+        >>> import torch, pcdeq
+        >>> layer, x = pcdeq.PcDEQLinear(4), torch.randn(2, 4, requires_grad=True)
+        >>> layer(x).sum().backward()
+        >>> bounds = layer.enclose_gradient(x, torch.ones(2, 4))
+        >>> bool(bounds.certified.all()), bool((bounds.width < 1e-4).all())
+        (True, True)
+        """
+        if self.injection is not None:
+            raise UsageError("enclose_gradient knows the paper's injections, not one of your own")
+        if grad.shape != x.shape:
+            raise UsageError(f"grad must have the input's shape {tuple(x.shape)}, got {tuple(grad.shape)}")
+        with no_autocast(x.device.type):
+            equation = self._equation_in_float64(self.equation(x))
+            solver = Anderson(tol=tol / 10, max_steps=2000)
+            box = enclose_near(equation, solve_equation(equation, solver, self.warm).value)
+            bounds = enclose_gradient(equation, box, grad.double().reshape(equation.x.shape), tol)
+        # The injection's slope is a number >= 0, known up to rounding.
+        raw = self._as_samples(x).double()
+        slope = self._injection_form.gradient(raw, torch.ones_like(raw))
+        slack = 1e-13 * slope * torch.maximum(bounds.lower.abs(), bounds.upper.abs())
+        proved = per_sample(bounds.certified, raw)
+        lower = torch.where(proved, bounds.lower * slope - slack, -torch.inf).reshape(x.shape)
+        upper = torch.where(proved, bounds.upper * slope + slack, torch.inf).reshape(x.shape)
+        return GradientEnclosure(lower, upper, bounds.certified, bounds.kinks.reshape(x.shape))
+
+    def _equation_in_float64(self, equation: Equation) -> Equation:
+        """The same numbers, as float64."""
+        return Equation(self.operator.bind(equation.map.weight.double()), self.activation, equation.x.double())
 
     def rate(self, tol: float = 1e-4) -> Rate:
         """How fast plain iteration converges, known before the first step and for every weight (T4).
@@ -300,7 +344,7 @@ class PcDEQ(nn.Module):
 
 def _adjoint_of(solver: Solver) -> Solver:
     """The solver for the backward pass: the same where it applies to a linear equation."""
-    stop = "batch" if solver.stop == "batch" else "sample"
+    stop = solver.stop if solver.stop in ("batch", "certified") else "sample"
     if isinstance(solver, Newton):
         return Anderson(tol=solver.tol, stop=stop, throw=solver.throw)
     return solver.with_options(stop=stop)

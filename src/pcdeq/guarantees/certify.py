@@ -13,6 +13,8 @@ from pcdeq.guarantees.intervals import Box, push
 # float32 decides nearly all images; the rest is tried again in float64, solved more tightly.
 ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-9))
 BATCH = 250
+# Distances in pixels, which go from 0 to 1, of a robustness curve.
+RADII = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,15 @@ class Certificate:
 
 
 @torch.no_grad()
-def certify(model: nn.Module, images: Tensor, *, radius: float = 0.0) -> Certificate:
+def certify(model: nn.Module, images: Tensor, *, radius: float | Tensor = 0.0) -> Certificate:
     """Prove which class the exact equilibrium network gives to each image.
 
     Args:
         model: a network in evaluation mode whose layers are known (the paper's networks, or any
             `torch.nn.Sequential` of theirs), ending in a linear classifier.
         images: its inputs, normalised as the network wants them.
-        radius: prove the class for all inputs that differ from an image by at most this in each component.
+        radius: prove the class for all inputs that differ from an image by at most this in each component; a
+            number, or a tensor of one for each channel, (channels, 1, 1), such as ``preprocessing.scaled(0.1)``.
 
     >>> import torch, pcdeq
     >>> model = torch.nn.Sequential(pcdeq.PcDEQLinear(4), torch.nn.Linear(4, 3)).eval()
@@ -60,16 +63,33 @@ def certify(model: nn.Module, images: Tensor, *, radius: float = 0.0) -> Certifi
         raise UsageError("certify wants a network in evaluation mode: call model.eval() first")
     if not isinstance(model, nn.Sequential) or not len(model) or not isinstance(model[-1], nn.Linear):
         raise UsageError("certify wants a torch.nn.Sequential that ends in a Linear classifier")
-    if not 0 <= radius < float("inf"):
+    reach = torch.as_tensor(radius, dtype=torch.float64)
+    if not bool(((reach >= 0) & reach.isfinite()).all()):
         raise UsageError(f"radius must be a number >= 0, got {radius}")
-    parts = [_certify_batch(model, batch, radius) for batch in images.split(BATCH) if len(batch)]
+    parts = [_certify_batch(model, batch, reach) for batch in images.split(BATCH) if len(batch)]
     if not parts:
         nothing = torch.zeros(0)
         return Certificate(nothing.long(), nothing.bool(), nothing)
     return Certificate(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
-def _certify_batch(model: nn.Sequential, images: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+def robustness_curve(
+    model: nn.Module, images: Tensor, labels: Tensor, std: tuple[float, ...], radii: tuple[float, ...] = RADII
+) -> dict[float, float]:
+    """For each distance in pixels (0 to 1), the share of images whose right class is proved for all inputs within it.
+
+    A class that is lost at one radius is not tried at a larger one: the larger box holds the smaller.
+    """
+    left = torch.arange(len(images))
+    shares = {}
+    for radius in sorted(radii):
+        certificate = certify(model, images[left], radius=radius / torch.tensor(std).view(-1, 1, 1))
+        left = left[certificate.proved & (certificate.classes == labels[left])]
+        shares[radius] = len(left) / max(1, len(images))
+    return shares
+
+
+def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Classes, whether proved, and margins."""
     classes = torch.zeros(len(images), dtype=torch.int64)
     margin = torch.full((len(images),), -torch.inf, dtype=torch.float64)
@@ -78,12 +98,12 @@ def _certify_batch(model: nn.Sequential, images: Tensor, radius: float) -> tuple
         classes[left], margin[left] = _attempt(model, images[left].to(dtype), radius, tol)
         left = left[~(margin[left] > 0)]
         # Noise of a given radius is far beyond rounding: more digits would not help.
-        if radius or not len(left):
+        if bool(radius.any()) or not len(left):
             break
     return classes, margin > 0, margin
 
 
-def _attempt(model: nn.Sequential, images: Tensor, radius: float, tol: float) -> tuple[Tensor, Tensor]:
+def _attempt(model: nn.Sequential, images: Tensor, radius: Tensor, tol: float) -> tuple[Tensor, Tensor]:
     box = Box.of(images, radius)
     for layer in list(model)[:-1]:
         box = push(layer, box, tol)

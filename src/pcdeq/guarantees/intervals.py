@@ -33,12 +33,13 @@ class Box:
     proved: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, radius: float = 0.0) -> Box:
-        """The box of all tensors within ``radius`` of x in every component."""
+    def of(cls, x: Tensor, radius: float | Tensor = 0.0) -> Box:
+        """The box of all tensors within ``radius``, which may differ by component, of x."""
         proved = torch.ones(len(x), dtype=torch.bool, device=x.device)
-        if not radius:
+        radius = torch.as_tensor(radius, dtype=x.dtype, device=x.device)
+        if not bool(radius.any()):
             return cls(x, x, proved)
-        return outward(x - radius, x + radius, _eps(x) * (x.abs() + radius), proved)
+        return outward(x - radius, x + radius, 2 * _eps(x) * (x.abs() + radius), proved)
 
     def map(self, monotone: Callable[[Tensor], Tensor]) -> Box:
         """The image under a nondecreasing map that does not round."""

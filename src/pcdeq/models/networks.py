@@ -56,6 +56,10 @@ class Preprocessing:
         std = torch.tensor(self.std, device=images.device).view(-1, 1, 1)
         return (images.float() / 255 - mean) / std
 
+    def scaled(self, distance: float) -> Tensor:
+        """A distance between pixels, which go from 0 to 1, as one between normalised inputs, (channels, 1, 1)."""
+        return distance / torch.tensor(self.std).view(-1, 1, 1)
+
 
 class Network(nn.Sequential):
     """What the three topologies share; a subclass says in `layers` what it consists of.

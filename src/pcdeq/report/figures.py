@@ -9,8 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from torch import Tensor
 
 from pcdeq.data import Dataset
+from pcdeq.guarantees.certify import Certificate
 from pcdeq.recipes import find_row
 from pcdeq.training import Evaluation, Run
 
@@ -40,6 +42,25 @@ def draw_run(run: Run) -> list[Path]:
 def draw_evaluation(run: Run, evaluation: Evaluation, dataset: Dataset) -> Path:
     """Draw the confusion matrix and the worst errors into the run folder; return the file."""
     return run.write(f"errors-{dataset.name}.png", _png(draw_errors(evaluation, dataset)))
+
+
+def draw_certificate(run: Run, certificate: Certificate, labels: Tensor, curve: dict[float, float] | None) -> Path:
+    """Draw by how much the proved classes lead, and the robustness curve if there is one; return the file."""
+    figure = _figure(8.4 if curve else 4.6, 3.4, f"{run.config.row} on {run.config.data}: what is proved")
+    axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
+    right = certificate.classes == labels
+    groups = [certificate.margin[certificate.proved & which].clamp(min=1e-9) for which in (right, ~right)]
+    largest = max((float(group.max()) for group in groups if len(group)), default=1.0)
+    smallest = min((float(group.min()) for group in groups if len(group)), default=largest / 10)
+    bins = [smallest * (largest / smallest) ** (step / 30) for step in range(31)] if smallest < largest else 10
+    axes[0].hist([group.tolist() for group in groups], bins=bins, stacked=True, color=[BLUE, ORANGE])  # pyright: ignore
+    axes[0].set(xscale="log", yscale="symlog", xlabel="proved lead of the class's score", ylabel="images")
+    missing = int((~certificate.proved).sum())
+    axes[0].set_title(f"right (blue), wrong (orange), {missing:,} not proved", fontsize=9)
+    if curve:
+        axes[1].plot(list(curve), [100 * share for share in curve.values()], marker="o", color=BLUE)
+        axes[1].set(xlabel="distance in each pixel, 0 to 1", ylabel="proved and right, %", ylim=(0, 101))
+    return run.write("certificate.png", _png(figure))
 
 
 def draw_curves(run: Run) -> Figure:

@@ -6,14 +6,14 @@ import enum
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
 
-StopRule = Literal["sample", "batch", "certified"]
+StopRule = Literal["sample", "batch", "certified", "decided"]
 
 # The paper's guard against division by 0 in the relative residual. It also accepts anything whose norm
 # is below 1e-9, be it growing fiftyfold a step; so only the paper's own rule uses it.
@@ -184,7 +184,8 @@ class Solver:
         max_steps: after so many evaluations the solve gives up and says so.
         stop: ``"sample"`` stops each sample on its own residual, so that an answer does not depend on
             what else is in the batch; ``"batch"`` is the paper's rule, one norm over the whole batch;
-            ``"certified"`` stops each sample on a proved error bound (T3) instead of a residual.
+            ``"certified"`` stops each sample on a proved error bound (T3) instead of a residual; ``"decided"``
+            as soon as such bounds settle a question, which `PcDEQ.solve` is given.
         throw: raise `ConvergenceError` instead of warning when a sample does not converge.
     """
 
@@ -198,8 +199,8 @@ class Solver:
             raise UsageError(f"tol must be above 0, got {self.tol}")
         if self.max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {self.max_steps}")
-        if self.stop not in ("sample", "batch", "certified"):
-            raise UsageError(f"stop must be 'sample', 'batch' or 'certified', got {self.stop!r}")
+        if self.stop not in get_args(StopRule):
+            raise UsageError(f"stop must be 'sample', 'batch', 'certified' or 'decided', got {self.stop!r}")
 
     def solve(self, problem: Problem) -> Solution:
         """Find the fixed point of the problem's map."""

@@ -1,0 +1,111 @@
+"""Certify what a network says, and audit why its equilibria exist."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pcdeq.commands.shared import Flag, RunFolder, print_table, spread
+from pcdeq.errors import PcdeqError, UsageError
+
+if TYPE_CHECKING:
+    from pcdeq.guarantees.check import LayerReport
+
+
+@dataclass(frozen=True)
+class Certify:
+    """Prove, test image by test image, which class the exact equilibrium network gives."""
+
+    folder: RunFolder
+    """Run folder, as `pcdeq list runs` shows it."""
+    images: int | None = None
+    """So many test images, spread over the test set. (default: all)"""
+    radius: float = 0.0
+    """Prove the class for every input within this distance in each pixel, from 0 to 1: robustness."""
+    curve: Flag = False
+    """Also the share of images that are right and proved, by radius: the robustness curve."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: as in training)"""
+    json: Flag = False
+    """Print a JSON object, for programs."""
+
+    def run(self) -> None:
+        """Certify, print, and draw the margins."""
+        from pcdeq.data import load_dataset
+        from pcdeq.guarantees.certify import certify, robustness_curve
+        from pcdeq.report import figures
+        from pcdeq.training import Run, load
+
+        if self.images is not None and self.images < 1:
+            raise UsageError(f"images must be at least 1, got {self.images}")
+        run = Run.open(self.folder)
+        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
+        network, chosen = load(run), spread(dataset, self.images)
+        images, labels = run.preprocessing(dataset.test.images[chosen]), dataset.test.labels[chosen]
+        certificate = certify(network, images, radius=run.preprocessing.scaled(self.radius))
+        curve = robustness_curve(network, images, labels, run.preprocessing.std) if self.curve else None
+        picture = figures.draw_certificate(run, certificate, labels, curve)
+        proved, total = int(certificate.proved.sum()), len(certificate.proved)
+        right = int((certificate.proved & (certificate.classes == labels)).sum())
+        if self.json:
+            summary = {"images": total, "certified": proved, "share": certificate.share, "radius": self.radius}
+            summary |= {"certified_and_right": right, "figure": str(picture)}
+            print(json.dumps(summary if curve is None else summary | {"curve": curve}))
+            return
+        what = f"for every input within {self.radius:g}" if self.radius else "for the exact equilibrium network"
+        print(f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}")
+        print(f"{right:,} of them ({100 * right / total:.2f} %): proved and right")
+        if proved:
+            lead = float(certificate.margin[certificate.proved].min())
+            print(f"smallest lead of a proved class over the next: {lead:.3g}")
+        for radius, share in (curve or {}).items():
+            print(f"within {radius}: {100 * share:.2f} % proved and right")
+        print(f"drawn in {picture}")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Audit a trained network: which guarantee holds for each equilibrium layer, and why."""
+
+    folder: RunFolder
+    """Run folder, as `pcdeq list runs` shows it."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: as in training)"""
+    json: Flag = False
+    """Print a JSON object, for programs."""
+
+    def run(self) -> None:
+        """Audit and print; fails where a guarantee does not hold."""
+        from pcdeq.data import load_dataset
+        from pcdeq.guarantees.check import check
+        from pcdeq.training import Run, load
+
+        run = Run.open(self.folder)
+        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
+        report = check(load(run), run.preprocessing(dataset.test.images[:64]))
+        if self.json:
+            print(json.dumps(report.to_dict()))
+        else:
+            print_table([_check_entry(layer) for layer in report.layers])
+        for layer in report.layers:
+            if not layer.holds:
+                raise PcdeqError(f"{layer.name}: no guarantee: {layer.reason}")
+        if not self.json:
+            print("every equilibrium exists, is unique, and plain iteration reaches it, for every input")
+
+
+def _check_entry(layer: LayerReport) -> dict[str, Any]:
+    return {
+        "layer": layer.name,
+        "activation": layer.activation,
+        "guarantee": f"pcDEQ-{layer.kind}" if layer.holds else "none",
+        "rate, a priori": f"{layer.rate:.4f}",
+        "measured": "-" if layer.measured_rate is None else f"{layer.measured_rate:.3f}",
+        "norm of W": f"{layer.norm:.3f}",
+        "radius": f"{layer.radius:.3f}",
+        "Banach enough": "yes" if layer.contraction else "no",
+        "dead rows": layer.dead_rows,
+        "saturated": "-" if layer.saturated is None else f"{100 * layer.saturated:.1f} %",
+    }

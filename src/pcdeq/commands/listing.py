@@ -1,0 +1,89 @@
+"""What there is: rows of the paper, runs, data sets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from pcdeq.commands.shared import Flag, print_table
+from pcdeq.recipes import rows
+
+
+@dataclass(frozen=True)
+class List:
+    """List the rows of the paper, or your runs."""
+
+    what: Annotated[Literal["rows", "runs"], Positional] = "rows"
+    """rows: of the paper, with parameters, published accuracy and command; runs: yours."""
+    runs_dir: Path = Path("runs")
+    """Where to look for runs."""
+    json: Flag = False
+    """Print a JSON object per row or run, for programs."""
+
+    def run(self) -> None:
+        """Print the list."""
+        entries = _row_entries() if self.what == "rows" else _run_entries(self.runs_dir)
+        if self.json:
+            for entry in entries:
+                print(json.dumps(entry))
+        elif entries:
+            print_table(entries)
+        else:
+            print(f"no runs in {self.runs_dir}; `pcdeq train` makes one")
+
+
+def _row_entries() -> list[dict[str, Any]]:
+    return [
+        {
+            "data": row.dataset,
+            "row": row.title,
+            "parameters": row.params if row.parameters is None else f"{row.parameters:,}",
+            "accuracy %": row.accuracy,
+            "command": f"pcdeq train {row.name} --data {row.dataset}" if row.topology else "published by others",
+        }
+        for row in rows()
+    ]
+
+
+def _run_entries(folder: Path) -> list[dict[str, Any]]:
+    from pcdeq.training import find_runs
+
+    entries = []
+    for run in find_runs(folder):
+        metrics = run.metrics
+        entries.append(
+            {
+                "run": str(run.path),
+                "row": run.config.row,
+                "data": run.config.data,
+                "epochs": f"{len(metrics)}/{run.config.epochs}",
+                "accuracy %": run.accuracy,
+                "started": run.description.get("started", ""),
+            }
+        )
+    return entries
+
+
+@dataclass(frozen=True)
+class Data:
+    """List the data sets that have names, or fetch one."""
+
+    name: Annotated[str | None, Positional, arg(metavar="[NAME]")] = None
+    """Data set to fetch and check, or a folder or .npz file of your own to check. (default: list them)"""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: the user's cache)"""
+
+    def run(self) -> None:
+        """List or fetch."""
+        from pcdeq.data import dataset_names, load_dataset
+
+        if self.name is None:
+            print("\n".join(dataset_names()))
+            print("\n`pcdeq data NAME` fetches one; `pcdeq train ROW --data NAME` does so by itself.")
+            print("Your own: a folder with one folder of images per class, or an .npz file.")
+        else:
+            print(load_dataset(self.name, data_dir=self.data_dir).describe())

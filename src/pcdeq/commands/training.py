@@ -1,0 +1,188 @@
+"""Train, evaluate, predict."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from pcdeq.commands.shared import Device, Flag, RunFolder, Which, certify_run
+from pcdeq.errors import UsageError
+from pcdeq.recipes import TrainConfig, find_row
+
+if TYPE_CHECKING:
+    from pcdeq.guarantees.certify import Certificate
+    from pcdeq.training import Evaluation, Run
+
+CERTIFIED_AFTER_TRAINING = 1_000  # test images; `pcdeq certify` takes them all
+
+
+@dataclass(frozen=True)
+class Train(TrainConfig):
+    """Train a network; without arguments, a small one on handwritten digits."""
+
+    row: Annotated[str, Positional, arg(metavar="[ROW]")] = TrainConfig.row
+    """Row of the paper (`pcdeq list` shows them), or `demo`, a network that learns in about a minute."""
+    resume: Path | None = None
+    """Go on with this run folder; of the other options only --epochs, --device and --data-dir may change."""
+    json: Flag = False
+    """Print a JSON object per epoch and one at the end, for programs."""
+
+    def run(self) -> None:
+        """Train, draw the figures and say how it went."""
+        from pcdeq.report import figures
+        from pcdeq.training import evaluate, resume, train
+
+        progress = "json" if self.json else "auto"
+        if self.resume is None:
+            run = train(self._config(), progress=progress)
+        else:
+            changes = self._changes_on_resume()
+            run = resume(self.resume, progress=progress, **changes)
+        if os.environ.get("RANK", "0") != "0":
+            return  # one process speaks for all
+        evaluation, dataset = evaluate(run, quiet=True)
+        certificate = certify_run(run, dataset, CERTIFIED_AFTER_TRAINING)
+        pictures = [*figures.draw_run(run), figures.draw_evaluation(run, evaluation, dataset)]
+        summary = summarise(run, evaluation, certificate, pictures)
+        print(json.dumps(summary) if self.json else _as_text(summary))
+
+    def _config(self) -> TrainConfig:
+        return TrainConfig(**{item.name: getattr(self, item.name) for item in fields(TrainConfig)})
+
+    def _changes_on_resume(self) -> dict[str, Any]:
+        given = {
+            item.name: getattr(self, item.name)
+            for item in fields(TrainConfig)
+            if getattr(self, item.name) != getattr(TrainConfig(), item.name)
+        }
+        for name in given.keys() - {"epochs", "device", "data_dir"}:
+            raise UsageError(f"{name} cannot change when a run is resumed; only epochs, device and data_dir can")
+        return given
+
+
+def summarise(run: Run, evaluation: Evaluation, certificate: Certificate, pictures: list[Path]) -> dict[str, Any]:
+    """How a run ended, in the order in which people ask."""
+    last, config = run.metrics[-1], run.config
+    row = find_row(config.row, config.data, run.image_shape[0])
+    summary = {
+        "accuracy": last.test_accuracy,
+        "test_images": len(evaluation.labels),
+        "forward_steps": list(last.forward_steps),
+        "backward_steps": list(last.backward_steps),
+        "unconverged": last.unconverged,
+        "certified": int(certificate.proved.sum()),
+        "certified_of": len(certificate.proved),
+        "seconds": sum(line.seconds for line in run.metrics),
+        "run": str(run.path),
+        "figures": [str(picture) for picture in pictures],
+    }
+    if row.dataset == config.data and row.accuracy is not None:
+        summary["published"] = row.accuracy
+    return summary
+
+
+def _as_text(summary: dict[str, Any]) -> str:
+    lines = [f"test accuracy   {summary['accuracy']:.2f} % of {summary['test_images']:,} images, after the last epoch"]
+    if "published" in summary:
+        lines.append(f"published       {summary['published']} %, the mean of five runs")
+    steps = [sum(summary[name]) / len(summary[name]) for name in ("forward_steps", "backward_steps")]
+    lines += [
+        f"steps           {steps[0]:.1f} forward, {steps[1]:.1f} backward per solve",
+        f"unconverged     {summary['unconverged']:,} of the last epoch's solves",
+        f"certified       {summary['certified']:,} of {summary['certified_of']:,} predictions: proved to be those of "
+        "the exact equilibrium network",
+        f"training time   {summary['seconds']:.0f} s",
+        f"saved in        {summary['run']} ({', '.join(Path(name).name for name in summary['figures'])})",
+        f"next            pcdeq predict {summary['run']} PICTURE",
+    ]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Test the network of a run, and draw its confusion matrix and worst errors."""
+
+    folder: RunFolder
+    """Run folder, as `pcdeq list runs` shows it."""
+    data: str | None = None
+    """Another data set with images of the same size. (default: the one it was trained on)"""
+    checkpoint: Which = "last"
+    """last, or best, which exists if there was a validation split."""
+    device: Device = "auto"
+    """Where to compute."""
+    batch_size: int = 256
+    """Images at a time."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: as in training)"""
+    json: Flag = False
+    """Print a JSON object, for programs."""
+
+    def run(self) -> None:
+        """Evaluate and print."""
+        from pcdeq.report.figures import draw_evaluation
+        from pcdeq.training import Run, evaluate
+
+        if self.batch_size < 1:
+            raise UsageError(f"batch_size must be at least 1, got {self.batch_size}")
+        run = Run.open(self.folder)
+        evaluation, dataset = evaluate(
+            run,
+            self.data,
+            checkpoint=self.checkpoint,
+            device=self.device,
+            batch_size=self.batch_size,
+            data_dir=self.data_dir,
+            quiet=self.json,
+        )
+        picture = draw_evaluation(run, evaluation, dataset)
+        result = {
+            "data": dataset.name,
+            "accuracy": evaluation.accuracy,
+            "loss": evaluation.loss,
+            "images": len(evaluation.labels),
+            "forward_steps": list(evaluation.forward_steps),
+            "unconverged": evaluation.unconverged,
+            "seconds": evaluation.seconds,
+            "figure": str(picture),
+        }
+        if self.json:
+            print(json.dumps(result))
+            return
+        steps = sum(evaluation.forward_steps) / max(1, len(evaluation.forward_steps))
+        print(f"{evaluation.accuracy:.2f} % of {len(evaluation.labels):,} test images of {dataset.name}")
+        print(f"{steps:.1f} steps per solve, {evaluation.unconverged:,} samples did not converge")
+        print(f"confusion matrix and worst errors in {picture}")
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Say what a trained network sees in pictures of your own."""
+
+    folder: RunFolder
+    """Run folder, as `pcdeq list runs` shows it."""
+    pictures: Annotated[tuple[Path, ...], Positional, arg(metavar="PICTURE ...")]
+    """Picture files of any common format and size."""
+    checkpoint: Which = "last"
+    """last, or best, which exists if there was a validation split."""
+    device: Device = "auto"
+    """Where to compute."""
+    json: Flag = False
+    """Print a JSON object per picture, for programs."""
+
+    def run(self) -> None:
+        """Classify and print."""
+        from pcdeq.training.prediction import predict
+
+        if not self.pictures:
+            raise UsageError("which picture? pcdeq predict RUN PICTURE ...")
+        for result in predict(self.folder, self.pictures, checkpoint=self.checkpoint, device=self.device):
+            if self.json:
+                print(json.dumps({"picture": str(result.path), "ranking": result.ranking}))
+            else:
+                guesses = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in result.ranking)
+                print(f"{result.path}: {guesses} ({result.preparation})")

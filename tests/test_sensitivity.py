@@ -1,0 +1,144 @@
+"""Bounds on gradients contain the exact ones, which numpy finds from the matrix (T5)."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import (
+    ACTIVATIONS,
+    FACTS,
+    OPERATORS,
+    as_array,
+    fixed_point_of,
+    injected,
+    layer_matrix,
+    make_input,
+    make_layer,
+    reference_solution,
+)
+
+import pcdeq
+from pcdeq.implicit import solve_adjoint
+from pcdeq.sensitivity import adjoint_distance
+
+
+def exact_gradient(operator, activation, layer, x, grad):
+    """The gradient of <grad, z*> with respect to x, from (I - J)⁻¹ at the exact equilibrium."""
+    facts, matrix = FACTS[activation], layer_matrix(operator, layer)
+    z = reference_solution(operator, activation, layer, x).reshape(len(x), -1)
+    raw, v = as_array(x).reshape(z.shape), as_array(grad).reshape(z.shape)
+    slope = facts.slope(z @ matrix.T + injected(raw, facts.kind))
+    systems = np.eye(z.shape[1]) - matrix.T * slope[:, None, :]  # I - Jᵀ, J = D W
+    y = np.linalg.solve(systems, v[..., None])[..., 0]
+    through = 1 / (1 + np.exp(-5 * raw)) if facts.kind == 1 else (raw > 0)
+    return (slope * y * through).reshape(x.shape)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_exact_gradient_lies_within_narrow_bounds(operator, activation):
+    layer, x = make_layer(operator, activation, gain=0.8), make_input(operator)
+    grad = make_input(operator, seed=7)
+    bounds = layer.enclose_gradient(x, grad, tol=1e-8)
+    exact = exact_gradient(operator, activation, layer, x, grad)
+    assert bounds.certified.all()
+    assert not bounds.kinks.any()
+    assert (as_array(bounds.lower) <= exact).all() and (exact <= as_array(bounds.upper)).all()
+    assert float(bounds.width.max()) < 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 12),
+    gain=st.floats(0.05, 20),
+    scale=st.floats(0.01, 5),
+    activation=st.sampled_from(ACTIVATIONS),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**16),
+)
+def test_random_layers_of_all_sizes(size, gain, scale, activation, dtype, seed):
+    torch.manual_seed(seed)
+    layer = pcdeq.PcDEQLinear(size, activation).to(dtype)
+    with torch.no_grad():
+        layer.operator.weight_v.uniform_()
+        layer.operator.weight_g.uniform_(0, gain)
+    x, grad = scale * torch.randn(2, size, dtype=dtype), torch.randn(2, size, dtype=dtype)
+    bounds = layer.enclose_gradient(x, grad)
+    # The claim is about the weight and the injected input in memory: numpy starts from the same numbers.
+    equation = layer.equation(x)
+    weight, facts = as_array(equation.map.weight), FACTS[activation]
+    z = np.stack([fixed_point_of(weight, row, facts) for row in as_array(equation.x)])
+    p = z @ weight.T + as_array(equation.x)
+    near_kink = facts.kink is not None and (np.abs(p - facts.kink) < 1e-9).any()
+    slope = facts.slope(p)
+    y = np.linalg.solve(np.eye(size) - weight.T * slope[:, None, :], as_array(grad)[..., None])[..., 0]
+    raw = as_array(x)
+    through = 1 / (1 + np.exp(-5 * raw)) if facts.kind == 1 else (raw > 0)
+    exact, slack = slope * y * through, 1e-9 * (1 + np.abs(slope * y))  # of numpy's own solve
+    sure = as_array(bounds.certified)[:, None].astype(bool)
+    inside = (as_array(bounds.lower) <= exact + slack) & (exact - slack <= as_array(bounds.upper))
+    assert (inside | ~sure).all() or near_kink
+
+
+def test_a_kink_within_the_bounds_is_reported_and_both_slopes_are_covered():
+    # ReLU6, W = 0.5, x = 3: z* is 6 exactly, at the kink; dz/dx is 2 from below and 0 from above.
+    layer = pcdeq.PcDEQLinear(1, "relu6", weight_norm=False).double()
+    with torch.no_grad():
+        layer.operator.weight.fill_(0.5)
+    injected_as_3 = np.log(np.expm1(15.0)) / 5
+    x = torch.tensor([[injected_as_3], [2.0], [4.0]], dtype=torch.float64)
+    bounds = layer.enclose_gradient(x, torch.ones(3, 1).double())
+    assert bounds.kinks[:, 0].tolist() == [True, False, False]
+    assert bounds.lower[0, 0] <= 0 and bounds.upper[0, 0] >= 2 - 1e-6
+    through = 1 / (1 + np.exp(-5 * 2.0))
+    assert abs(bounds.lower[1, 0] - 2 * through) < 1e-5 and abs(bounds.upper[1, 0] - 2 * through) < 1e-5
+    assert abs(bounds.upper[2, 0]) < 1e-12
+
+
+def test_where_no_bound_exists_none_is_claimed():
+    layer = make_layer("dense", "tanh")
+    x = make_input("dense")
+    x[1, 0] = torch.nan
+    bounds = layer.enclose_gradient(x, torch.ones_like(x))
+    assert bounds.certified.tolist() == [True, False]
+    assert (bounds.upper[1] == torch.inf).all() and (bounds.lower[1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [1, 2, 4, 200])
+@pytest.mark.parametrize("operator", ["dense", "conv2d", "graph"])
+def test_the_distance_of_an_adjoint_is_bounded_whenever_it_stops(operator, steps, dtype):
+    layer, x = make_layer(operator, "tanh", gain=1.0, dtype=dtype), make_input(operator, samples=5, dtype=dtype)
+    grad = make_input(operator, samples=5, seed=3, dtype=dtype)
+    with torch.no_grad():
+        equation = layer.equation(x)
+        slope = equation.slope(pcdeq.Anderson(tol=1e-6).solve(equation.problem()).value)
+        u = solve_adjoint(equation.map, slope, grad, pcdeq.Picard(tol=1e-13, max_steps=steps)).value
+        bound = adjoint_distance(equation.map, slope, grad, u)
+    matrix = as_array(equation.map.matrix(x.shape[1:]))
+    d, v = as_array(slope).reshape(5, -1), as_array(grad).reshape(5, -1)
+    exact = np.linalg.solve(np.eye(d.shape[1]) - d[:, :, None] * matrix.T, (d * v)[..., None])[..., 0]
+    error = np.abs(as_array(u).reshape(5, -1) - exact)
+    assert (error <= as_array(bound).reshape(5, -1)).all()
+    if steps == 200 and dtype == torch.float64:
+        assert float(bound.max()) < 1e-9
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu6", "sigmoid"])
+def test_a_certified_layer_says_how_good_its_gradient_is(activation):
+    layer = make_layer("conv2d", activation, gain=1.2, solver=pcdeq.Anderson(tol=1e-6, stop="certified"))
+    x, grad = make_input("conv2d", samples=3).requires_grad_(), make_input("conv2d", samples=3, seed=5)
+    layer(x).backward(grad)
+    assert layer.last_backward.unconverged == 0
+    assert layer.last_backward.residual < 1e-6
+    exact = exact_gradient("conv2d", activation, layer, x, grad)
+    np.testing.assert_allclose(as_array(x.grad), exact, rtol=0, atol=1e-4)
+
+
+def test_bad_input_is_one_clear_line():
+    layer, x = make_layer("dense", "tanh"), make_input("dense")
+    with pytest.raises(pcdeq.PcdeqError, match="grad must have the input's shape"):
+        layer.enclose_gradient(x, torch.ones(1))
+    with pytest.raises(pcdeq.PcdeqError, match="not one of your own"):
+        make_layer("dense", "tanh", injection=torch.relu).enclose_gradient(x, x)

@@ -85,5 +85,5 @@ def figure(runs: list[Run]) -> Figure:
         axes.set_yscale("log")
         axes.set_title(f"{what}: time over pcdeq's, higher is slower")
         axes.spines[["top", "right"]].set_visible(False)
-    picture.axes[0].legend(frameon=False)
+    picture.axes[1].legend(frameon=False, loc="upper right")
     return picture

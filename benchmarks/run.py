@@ -33,6 +33,7 @@ def main() -> None:
     for case in chosen:
         if not case.weights.exists():
             make_weights(case)
+    facts = {"machine": machine(), "images": sorted({f"{case.data}: {case.batches()[1]}" for case in chosen})}
     runs: list[dict[Case, list[Measurement]]] = []
     for run in range(options.runs):
         description = f"run {run + 1} of {options.runs}"
@@ -40,8 +41,7 @@ def main() -> None:
         runs.append({case: measure(case, methods_for(case, options.methods), options.seconds) for case in measured})
     console = Console(width=150)
     console.print(target_table(runs), ratio_table(runs), detail_table(runs))
-    sources = {f"{case.data}: {case.batches()[1]}" for case in chosen}
-    save(runs, options.out, {"machine": machine(), "images": sorted(sources), "seconds": options.seconds})
+    save(runs, options.out, facts | {"seconds": options.seconds})
     console.print(f"kept in {options.out}")
 
 

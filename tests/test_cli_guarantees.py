@@ -1,14 +1,17 @@
 """`pcdeq certify` and `pcdeq check`: what they print, and how they end."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from pcdeq.cli import main
+from pcdeq.data import load_dataset
+from pcdeq.guarantees.certify import certify
 from pcdeq.operators import Operator
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import train
+from pcdeq.training import Run, load, train
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +48,28 @@ def test_check_fails_with_the_reason_where_no_guarantee_holds(folder, capsys, mo
 def test_bad_numbers_are_refused(folder, capsys, arguments):
     assert main(["certify", folder, *arguments]) == 2
     assert arguments[0].strip("-") in capsys.readouterr().err
+
+
+def test_certify_draws_the_margins_and_the_curve_of_robustness(folder, capsys):
+    assert main(["certify", folder, "--images", "60", "--curve", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["figure"].endswith("certificate.png")
+    assert Path(result["figure"]).read_bytes().startswith(b"\x89PNG")
+    shares = [result["curve"][radius] for radius in sorted(result["curve"], key=float)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(result["certified_and_right"] / 60)
+    assert main(["certify", folder, "--images", "60", "--curve"]) == 0
+    assert "within 0.1: " in capsys.readouterr().out
+
+
+def test_the_radius_is_a_distance_between_pixels(folder):
+    # All inputs whose pixels differ by at most 0.01, from 0 to 1, are those within 0.01 / std once normalised.
+    run, data = Run.open(folder), load_dataset("mnist-mini")
+    images, model = data.test.images[:40], load(folder)
+    radius = run.preprocessing.scaled(0.01)
+    certificate = certify(model, run.preprocessing(images), radius=radius)
+    assert certificate.share > 0
+    for sign in (-1, 1):
+        moved = run.preprocessing(images) + sign * 0.01 / torch.tensor(data.std).view(-1, 1, 1)
+        same = model(moved).argmax(1) == certificate.classes
+        assert same[certificate.proved].all()

@@ -322,7 +322,7 @@ class TestSolution:
             ({"tol": float("nan")}, "tol must be above 0, got nan"),
             ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
             ({"max_steps": -3}, "max_steps must be at least 1, got -3"),
-            ({"stop": "never"}, "'sample', 'batch' or 'certified', got 'never'"),
+            ({"stop": "never"}, "'certified' or 'decided', got 'never'"),
         ):
             with pytest.raises(UsageError, match=message):
                 make(**options)

@@ -13,6 +13,12 @@
 #else
 #define VERSIONS
 #endif
+/* Whether there are vectors of eight numbers, or nearly: without, torch's own convolutions are faster. */
+#if defined(__AVX2__) || defined(__ARM_NEON) || (defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && __GNUC__ >= 12)
+#define VECTORISED 1
+#else
+#define VECTORISED 0
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 /* Work is cut into so many parts, whatever the number of threads, and each thread takes the next part when it is done

@@ -19,4 +19,9 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = { PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods, NULL, NULL, NULL, NULL };
 
-PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__kernels(void)
+{
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "VECTORISED", VECTORISED) < 0) Py_CLEAR(made);
+    return made;
+}

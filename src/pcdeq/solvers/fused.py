@@ -69,7 +69,8 @@ def _knows(problem: Problem, pieces: Pieces, tol: float) -> bool:
         return False
     if weight.form == "dense":
         return offset.ndim == 2 and offset.shape[1] <= LARGEST_DENSE
-    return weight.form == "conv3x3" and offset.ndim == 4 and tol >= FINEST_CONV
+    assert KERNELS is not None
+    return weight.form == "conv3x3" and offset.ndim == 4 and tol >= FINEST_CONV and bool(KERNELS.VECTORISED)
 
 
 def _solve(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> Solution:

@@ -232,6 +232,8 @@ class TrainConfig:
     """Random crops with padding 4, and flips where they make sense. (default: the row's)"""
     flip: bool | None = None
     """Whether augmentation also mirrors images. (default: if they are colour pictures, not digits)"""
+    robust_radius: float | None = None
+    """Train against every input within this distance in each pixel (0 to 1 scale): the certified loss. (default: no)"""
     validation: float = 0.0
     """Fraction of the training images to hold out; keeps the best epoch beside the last."""
     seed: int = 0
@@ -270,6 +272,8 @@ class TrainConfig:
                 raise UsageError(f"{name} must be positive and finite, got {value}")
         if not 0 <= self.validation < 1:
             raise UsageError(f"validation must be a fraction, at least 0 and below 1, got {self.validation}")
+        if self.robust_radius is not None and not 0 < self.robust_radius < 1:
+            raise UsageError(f"robust_radius must be above 0 and below 1, got {self.robust_radius}")
         if self.accumulate > self.batch_size:
             raise UsageError(f"accumulate {self.accumulate} is more than batch_size {self.batch_size}")
         if self.channels is not None and (not self.channels or min(self.channels) < 1):

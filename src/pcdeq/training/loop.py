@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pcdeq.data import Batches
 from pcdeq.errors import ConvergenceWarning, PcdeqError, UsageError
@@ -31,6 +30,7 @@ from pcdeq.layers import PcDEQLinear
 from pcdeq.models import equilibrium_layers
 from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
 from pcdeq.training.evaluation import Device, measure
+from pcdeq.training.objective import Objective, objective_after, plain_loss
 from pcdeq.training.optim import learning_rate
 from pcdeq.training.progress import Display, ProgressKind, Silence, make_display
 from pcdeq.training.run import EpochMetrics, Run
@@ -87,6 +87,8 @@ def resume(
     config = run.config
     if epochs not in (None, config.epochs) and config.schedule == "one-cycle":
         raise UsageError(f"the one-cycle rate was planned for {config.epochs} epochs; they cannot be changed")
+    if epochs not in (None, config.epochs) and config.robust_radius is not None:
+        raise UsageError(f"the rise of the radius was planned for {config.epochs} epochs; they cannot be changed")
     changes = {"epochs": epochs, "device": device, "data_dir": data_dir}
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     session = open_session(config, run, quiet=progress in ("json", "none"))
@@ -175,9 +177,11 @@ def _train_epoch(session: Session, epoch: int, display: Display) -> Tally:
         batch_images = min(config.batch_size, session.train_images - step * config.batch_size)
         if batch_images < 2 * accelerator.num_processes:
             break  # a last batch of a single image has no batch statistics
+        epochs_done = epoch - 1 + step / len(session.train)
         for group in session.optimizer.param_groups:
-            group["lr"] = learning_rate(config, epoch - 1 + step / len(session.train))
-        add_gradients(accelerator, session.model, images, labels, batch_images, config.accumulate, tally)
+            group["lr"] = learning_rate(config, epochs_done)
+        objective = objective_after(config, session.preprocessing, epochs_done)
+        add_gradients(accelerator, session.model, images, labels, batch_images, config.accumulate, tally, objective)
         session.step()
         if display.due():
             done = (epoch - 1) * session.train_images + step * config.batch_size + batch_images
@@ -193,6 +197,7 @@ def add_gradients(
     batch_images: int,
     parts: int,
     tally: Tally,
+    objective: Objective = plain_loss,
 ) -> None:
     """Add the gradient of the mean loss over a batch of which this process has a share.
 
@@ -205,9 +210,8 @@ def add_gradients(
     pieces = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
     for number, (some_images, some_labels) in enumerate(pieces, start=1):
         with nullcontext() if number == parts else accelerator.no_sync(model):
-            logits = model(some_images)
-            loss = F.cross_entropy(logits, some_labels, reduction="sum")
-            weighted = loss * weight
+            logits, loss, descended = objective(model, some_images, some_labels)
+            weighted = descended * weight
             # Accelerate's own `backward` would look for a package on the disk at every step.
             (weighted if accelerator.scaler is None else accelerator.scaler.scale(weighted)).backward()
         tally.add(loss.detach(), (logits.detach().argmax(1) == some_labels).sum(), len(some_labels))

@@ -21,6 +21,7 @@ from pcdeq.operators import project_
 from pcdeq.recipes import ResolvedConfig, TrainConfig
 from pcdeq.training.evaluation import EVALUATION_BATCH, ordered_batches, pick_device
 from pcdeq.training.loading import make_network
+from pcdeq.training.objective import WorstCase
 from pcdeq.training.optim import make_optimizer
 from pcdeq.training.run import Checkpoint, Run
 
@@ -32,7 +33,7 @@ class Session:
     config: ResolvedConfig
     accelerator: Accelerator
     network: Network  # the plain module
-    model: nn.Module  # the same, as Accelerate wraps it for processes and precision
+    model: nn.Module  # the same, or its worst case, as Accelerate wraps it for processes and precision
     optimizer: Optimizer
     train: Batches
     test: Batches
@@ -117,7 +118,7 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
     _check_batch_size(resolved, accelerator.num_processes, len(train))
     seed_everything(config.seed, epoch=0)
     network = make_network(resolved, dataset.image_shape, preprocessing)
-    model = accelerator.prepare(network)
+    model = accelerator.prepare(network if resolved.robust_radius is None else WorstCase(network))
     return Session(
         config=resolved,
         accelerator=accelerator,

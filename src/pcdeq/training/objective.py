@@ -1,0 +1,71 @@
+"""What training makes small: the loss on the images or, with ``robust_radius``, also the certified one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pcdeq.guarantees.robust import worst_case_scores
+from pcdeq.models import Preprocessing
+from pcdeq.recipes import ResolvedConfig
+
+# From a model, images and labels: their scores, the sum of their losses, and what to descend.
+Objective = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+RISE = 0.5  # part of the run in which radius and weight rise: all at once, the certified loss would teach nothing
+LARGEST_WEIGHT = 0.5  # of the certified loss
+
+
+class WorstCase(nn.Module):
+    """A network whose forward is `worst_case_scores`, so that processes and mixed precision can be wrapped around."""
+
+    def __init__(self, network: nn.Sequential) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+        return worst_case_scores(self.network, images, labels, radius)
+
+
+def plain_loss(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross-entropy, for the report and to descend."""
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    return logits, loss, loss
+
+
+@dataclass(frozen=True)
+class CertifiedLoss:
+    """A mean of the loss on the images, which is reported, and of the largest that is possible within a radius.
+
+    The model must be a `WorstCase`.
+    """
+
+    radius: Tensor  # of normalised pixels, (channels, 1, 1)
+    weight: float
+
+    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, worst = model(images, labels, self.radius.to(images.device))
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        certified = F.cross_entropy(worst, labels, reduction="sum")
+        return logits, loss, (1 - self.weight) * loss + self.weight * certified
+
+
+def objective_after(config: ResolvedConfig, preprocessing: Preprocessing, epochs_done: float) -> Objective:
+    """What to descend after so many epochs, fractions included; a pure function, so a resumed run agrees.
+
+    >>> from pcdeq.recipes import TrainConfig
+    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=10, robust_radius=0.1).resolve()
+    >>> grey = Preprocessing(mean=(0.0,), std=(0.5,), classes=("zero", "one"))
+    >>> [round(objective_after(config, grey, done).radius.item(), 3) for done in (0, 2.5, 5, 9)]
+    [0.0, 0.1, 0.2, 0.2]
+    """
+    if config.robust_radius is None:
+        return plain_loss
+    risen = min(1.0, epochs_done / (RISE * config.epochs))
+    std = torch.tensor(preprocessing.std).view(-1, 1, 1)
+    return CertifiedLoss(risen * config.robust_radius / std, risen * LARGEST_WEIGHT)

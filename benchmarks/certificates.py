@@ -129,7 +129,7 @@ def explicit_network(data: Dataset, epochs: int = 10) -> nn.Sequential:
 def robustness(robust: list[Path]) -> list[str]:
     """The table of curves, and its picture."""
     data = load_dataset("mnist", quiet=True)
-    case = Case("l", "mnist", "relu6")
+    case, scale = Case("l", "mnist", "relu6"), Preprocessing(data.mean, data.std, data.classes)
     images, labels = test_images(case, 10_000)
     models: dict[str, nn.Module] = {
         "L relu6, ordinary training": case.model().eval(),
@@ -138,7 +138,7 @@ def robustness(robust: list[Path]) -> list[str]:
     }
     models |= {f"{folder.name}, certified training": pcdeq.load(folder).eval() for folder in robust}
     curves = {
-        name: robustness_curve(model, *((images, labels) if "MC" not in name else test_images(case, 1_000)), data.std)
+        name: robustness_curve(model, *((images, labels) if "MC" not in name else test_images(case, 1_000)), scale)
         for name, model in models.items()
     }
     figure = Figure(figsize=(6, 3.6), layout="constrained")
@@ -153,8 +153,9 @@ def robustness(robust: list[Path]) -> list[str]:
         "",
         "## Robustness",
         "",
-        "Share of MNIST test images whose right class is proved for every input within a distance in each pixel",
-        "(0 to 1): the exact hull through each equilibrium layer (T8), interval bounds through the others.",
+        "Share of MNIST test images whose right class is proved for every picture within a distance in each pixel",
+        "(from 0 to 1, also in the pictures that count): the exact hull through each equilibrium layer (T8), interval",
+        "bounds through the others.",
         "",
         "| network | " + " | ".join(f"{radius:g}" for radius in radii) + " |",
         "|---|" + "---|" * len(radii),

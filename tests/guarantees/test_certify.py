@@ -161,3 +161,20 @@ def test_no_images():
     certificate = pcdeq.certify(model, torch.rand(0, 4))
     assert certificate.classes.shape == (0,)
     assert certificate.share == 1.0
+
+
+def test_inputs_beyond_the_limits_do_not_count():
+    # One unit that sees x >= 0 only: without the limit the box reaches below 0, where the class is another.
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2)).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.zero_()
+        model[1].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        model[1].bias.copy_(torch.tensor([0.05, 0.0]))
+    image, limits = torch.tensor([[0.0]]), (torch.tensor([0.0]), torch.tensor([1.0]))
+    assert not pcdeq.certify(model, image, radius=0.1).proved.item()
+    within = pcdeq.certify(model, image, radius=0.1, limits=limits)
+    assert within.proved.item()
+    assert within.margin.item() == pytest.approx(0.05, abs=1e-6)
+    beyond = pcdeq.certify(model, torch.tensor([[-1.0]]), radius=0.1, limits=limits)  # stays in its own box
+    assert beyond.classes.item() == 1 and beyond.proved.item()

@@ -32,7 +32,8 @@ def robust(tiny) -> TrainConfig:
 def certified_accuracy(run: Run, dataset) -> float:
     """The share of test images whose right class is proved for every picture within the radius."""
     images, labels = run.preprocessing(dataset.test.images), dataset.test.labels
-    certificate = pcdeq.certify(load(run), images, radius=RADIUS / run.preprocessing.std[0])
+    scale = run.preprocessing
+    certificate = pcdeq.certify(load(run), images, radius=scale.scaled(RADIUS), limits=scale.limits())
     return float((certificate.proved & (certificate.classes == labels)).double().mean())
 
 
@@ -59,7 +60,8 @@ def test_the_schedule_and_the_channels():
 def test_reported_is_the_loss_on_the_images():
     torch.manual_seed(0)
     network, images, labels = L((8,)), torch.rand(6, 1, 28, 28), torch.arange(6)
-    objective = CertifiedLoss(torch.full((1, 1, 1), 0.1), 0.25)
+    limits = (torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    objective = CertifiedLoss(torch.full((1, 1, 1), 0.1), limits, 0.25)
     logits, loss, descended = objective(WorstCase(network), images, labels)
     torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum"))
     assert descended > loss

@@ -23,7 +23,7 @@ class Certify:
     images: int | None = None
     """So many test images, spread over the test set. (default: all)"""
     radius: float = 0.0
-    """Prove the class for every input within this distance in each pixel, from 0 to 1: robustness."""
+    """Prove the class for every picture within this distance in each pixel, which go from 0 to 1: robustness."""
     curve: Flag = False
     """Also the share of images that are right and proved, by radius: the robustness curve."""
     data_dir: Path | None = None
@@ -44,8 +44,9 @@ class Certify:
         dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
         network, chosen = load(run), spread(dataset, self.images)
         images, labels = run.preprocessing(dataset.test.images[chosen]), dataset.test.labels[chosen]
-        certificate = certify(network, images, radius=run.preprocessing.scaled(self.radius))
-        curve = robustness_curve(network, images, labels, run.preprocessing.std) if self.curve else None
+        scale = run.preprocessing
+        certificate = certify(network, images, radius=scale.scaled(self.radius), limits=scale.limits())
+        curve = robustness_curve(network, images, labels, scale) if self.curve else None
         picture = figures.draw_certificate(run, certificate, labels, curve)
         proved, total = int(certificate.proved.sum()), len(certificate.proved)
         right = int((certificate.proved & (certificate.classes == labels)).sum())
@@ -54,7 +55,7 @@ class Certify:
             summary |= {"certified_and_right": right, "figure": str(picture)}
             print(json.dumps(summary if curve is None else summary | {"curve": curve}))
             return
-        what = f"for every input within {self.radius:g}" if self.radius else "for the exact equilibrium network"
+        what = f"for every picture within {self.radius:g}" if self.radius else "for the exact equilibrium network"
         print(f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}")
         print(f"{right:,} of them ({100 * right / total:.2f} %): proved and right")
         if proved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,14 @@ ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-9))
 BATCH = 250
 # Distances in pixels, which go from 0 to 1, of a robustness curve.
 RADII = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
+
+
+class Scale(Protocol):
+    """How pixels become inputs; `pcdeq.models.Preprocessing` is one."""
+
+    def scaled(self, distance: float) -> Tensor: ...
+
+    def limits(self) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,13 @@ class Certificate:
 
 
 @torch.no_grad()
-def certify(model: nn.Module, images: Tensor, *, radius: float | Tensor = 0.0) -> Certificate:
+def certify(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    radius: float | Tensor = 0.0,
+    limits: tuple[Tensor, Tensor] | None = None,
+) -> Certificate:
     """Prove which class the exact equilibrium network gives to each image.
 
     Args:
@@ -51,6 +66,8 @@ def certify(model: nn.Module, images: Tensor, *, radius: float | Tensor = 0.0) -
         images: its inputs, normalised as the network wants them.
         radius: prove the class for all inputs that differ from an image by at most this in each component; a
             number, or a tensor of one for each channel, (channels, 1, 1), such as ``preprocessing.scaled(0.1)``.
+        limits: inputs below the first or above the second, such as pixels blacker than black, do not count;
+            ``preprocessing.limits()``.
 
     >>> import torch, pcdeq
     >>> model = torch.nn.Sequential(pcdeq.PcDEQLinear(4), torch.nn.Linear(4, 3)).eval()
@@ -66,7 +83,7 @@ def certify(model: nn.Module, images: Tensor, *, radius: float | Tensor = 0.0) -
     reach = torch.as_tensor(radius, dtype=torch.float64)
     if not bool(((reach >= 0) & reach.isfinite()).all()):
         raise UsageError(f"radius must be a number >= 0, got {radius}")
-    parts = [_certify_batch(model, batch, reach) for batch in images.split(BATCH) if len(batch)]
+    parts = [_certify_batch(model, batch, reach, limits) for batch in images.split(BATCH) if len(batch)]
     if not parts:
         nothing = torch.zeros(0)
         return Certificate(nothing.long(), nothing.bool(), nothing)
@@ -74,28 +91,36 @@ def certify(model: nn.Module, images: Tensor, *, radius: float | Tensor = 0.0) -
 
 
 def robustness_curve(
-    model: nn.Module, images: Tensor, labels: Tensor, std: tuple[float, ...], radii: tuple[float, ...] = RADII
+    model: nn.Module, images: Tensor, labels: Tensor, preprocessing: Scale, radii: tuple[float, ...] = RADII
 ) -> dict[float, float]:
-    """For each distance in pixels (0 to 1), the share of images whose right class is proved for all inputs within it.
+    """For each distance in pixels, the share of images whose right class is proved for all pictures within it.
+
+    Pixels go from 0 to 1, and so do those of the pictures that count.
 
     A class that is lost at one radius is not tried at a larger one: the larger box holds the smaller.
     """
     left = torch.arange(len(images))
     shares = {}
     for radius in sorted(radii):
-        certificate = certify(model, images[left], radius=radius / torch.tensor(std).view(-1, 1, 1))
+        reach, limits = preprocessing.scaled(radius), preprocessing.limits()
+        certificate = certify(model, images[left], radius=reach, limits=limits)
         left = left[certificate.proved & (certificate.classes == labels[left])]
         shares[radius] = len(left) / max(1, len(images))
     return shares
 
 
-def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+Limits = tuple[Tensor, Tensor] | None
+
+
+def _certify_batch(
+    model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits
+) -> tuple[Tensor, Tensor, Tensor]:
     """Classes, whether proved, and margins."""
     classes = torch.zeros(len(images), dtype=torch.int64)
     margin = torch.full((len(images),), -torch.inf, dtype=torch.float64)
     left = torch.arange(len(images))
     for dtype, tol in ATTEMPTS:
-        classes[left], margin[left] = _attempt(model, images[left].to(dtype), radius, tol)
+        classes[left], margin[left] = _attempt(model, images[left].to(dtype), radius, limits, tol)
         left = left[~(margin[left] > 0)]
         # Noise of a given radius is far beyond rounding: more digits would not help.
         if bool(radius.any()) or not len(left):
@@ -103,8 +128,8 @@ def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor) -> tupl
     return classes, margin > 0, margin
 
 
-def _attempt(model: nn.Sequential, images: Tensor, radius: Tensor, tol: float) -> tuple[Tensor, Tensor]:
-    box = Box.of(images, radius)
+def _attempt(model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits, tol: float) -> tuple[Tensor, Tensor]:
+    box = Box.of(images, radius, limits)
     for layer in list(model)[:-1]:
         box = push(layer, box, tol)
     classifier = model[-1]

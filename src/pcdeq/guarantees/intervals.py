@@ -33,13 +33,17 @@ class Box:
     proved: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, radius: float | Tensor = 0.0) -> Box:
-        """The box of all tensors within ``radius``, which may differ by component, of x."""
+    def of(cls, x: Tensor, radius: float | Tensor = 0.0, limits: tuple[Tensor, Tensor] | None = None) -> Box:
+        """The box of all tensors within ``radius``, which may differ by component, of x, and within the limits."""
         proved = torch.ones(len(x), dtype=torch.bool, device=x.device)
         radius = torch.as_tensor(radius, dtype=x.dtype, device=x.device)
         if not bool(radius.any()):
             return cls(x, x, proved)
-        return outward(x - radius, x + radius, 2 * _eps(x) * (x.abs() + radius), proved)
+        lower, upper = x - radius, x + radius
+        if limits is not None:
+            low, high = (limit.to(x) for limit in limits)
+            lower, upper = torch.maximum(lower, torch.minimum(low, x)), torch.minimum(upper, torch.maximum(high, x))
+        return outward(lower, upper, 2 * _eps(x) * (x.abs() + radius), proved)
 
     def map(self, monotone: Callable[[Tensor], Tensor]) -> Box:
         """The image under a nondecreasing map that does not round."""

@@ -41,7 +41,11 @@ class Bounds(NamedTuple):
 
 
 def worst_case_scores(
-    model: nn.Sequential, images: Tensor, labels: Tensor, radius: float | Tensor
+    model: nn.Sequential,
+    images: Tensor,
+    labels: Tensor,
+    radius: float | Tensor,
+    limits: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scores of the images, and how far each class can get ahead of the label within the radius.
 
@@ -53,6 +57,7 @@ def worst_case_scores(
         model: layers that end in a linear classifier, as `pcdeq.certify` wants them.
         images: its inputs, normalised as the network wants them.
         radius: the largest change of each component; a tensor must be broadcastable to the images.
+        limits: inputs below the first or above the second do not count, as in `pcdeq.certify`.
 
     >>> import torch, pcdeq
     >>> model = torch.nn.Sequential(pcdeq.PcDEQLinear(4), torch.nn.Linear(4, 3))
@@ -64,7 +69,14 @@ def worst_case_scores(
     """
     if not isinstance(model, nn.Sequential) or not len(model) or not isinstance(model[-1], nn.Linear):
         raise UsageError("the certified loss wants a torch.nn.Sequential that ends in a Linear classifier")
-    bounds = Bounds(images, images - radius, images + radius)
+    lower, upper = images - radius, images + radius
+    if limits is not None:
+        low, high = (limit.to(images) for limit in limits)
+        lower, upper = (
+            torch.maximum(lower, torch.minimum(low, images)),
+            torch.minimum(upper, torch.maximum(high, images)),
+        )
+    bounds = Bounds(images, lower, upper)
     *layers, classifier = model
     for layer in layers:
         bounds = propagate(layer, bounds)

@@ -60,6 +60,11 @@ class Preprocessing:
         """A distance between pixels, which go from 0 to 1, as one between normalised inputs, (channels, 1, 1)."""
         return distance / torch.tensor(self.std).view(-1, 1, 1)
 
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """What black and white, or no and full colour, are as normalised inputs, (channels, 1, 1) each."""
+        mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (self.mean, self.std))
+        return (0 - mean) / std, (1 - mean) / std
+
 
 class Network(nn.Sequential):
     """What the three topologies share; a subclass says in `layers` what it consists of.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,8 +26,10 @@ class WorstCase(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, images: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        return worst_case_scores(self.network, images, labels, radius)
+    def forward(
+        self, images: Tensor, labels: Tensor, radius: Tensor, limits: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return worst_case_scores(self.network, images, labels, radius, limits)
 
 
 def plain_loss(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,10 +47,11 @@ class CertifiedLoss:
     """
 
     radius: Tensor  # of normalised pixels, (channels, 1, 1)
+    limits: tuple[Tensor, Tensor]  # of pictures
     weight: float
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, worst = model(images, labels, self.radius.to(images.device))
+        logits, worst = model(images, labels, self.radius.to(images.device), self.limits)
         loss = F.cross_entropy(logits, labels, reduction="sum")
         certified = F.cross_entropy(worst, labels, reduction="sum")
         return logits, loss, (1 - self.weight) * loss + self.weight * certified
@@ -67,5 +69,5 @@ def objective_after(config: ResolvedConfig, preprocessing: Preprocessing, epochs
     if config.robust_radius is None:
         return plain_loss
     risen = min(1.0, epochs_done / (RISE * config.epochs))
-    std = torch.tensor(preprocessing.std).view(-1, 1, 1)
-    return CertifiedLoss(risen * config.robust_radius / std, risen * LARGEST_WEIGHT)
+    radius = preprocessing.scaled(risen * config.robust_radius)
+    return CertifiedLoss(radius, preprocessing.limits(), risen * LARGEST_WEIGHT)

@@ -155,11 +155,18 @@ def is_lower(equation: Equation, low: Tensor, margin: float) -> Tensor:
 def rounding_margin(equation: Equation, z: Tensor) -> float:
     """A bound on the relative rounding error of one evaluation of g (T9).
 
-    All terms of Wz + x are nonnegative, so the sum's error is relative: at most the number of terms
-    times eps. s is concave with s(0) >= 0, so it does not enlarge a relative error; its own evaluation
+    All terms of Wz + x are nonnegative, so the sum's error is relative: at most half an eps for each
+    rounding. s is concave with s(0) >= 0, so it does not enlarge a relative error; its own evaluation
     is given 16 eps.
     """
-    return (equation.map.terms(z.shape[1:]) + 16) * torch.finfo(z.dtype).eps
+    return (equation.map.terms(z.shape[1:]) / 2 + 16) * torch.finfo(z.dtype).eps
+
+
+def in_single_precision(box: Enclosure) -> Enclosure:
+    """The same bounds in float32, rounded outward."""
+    lower, upper = box.lower.float(), box.upper.float()
+    lower = torch.nextafter(lower, torch.full_like(lower, -torch.inf)).clamp_(min=0)
+    return Enclosure(lower, torch.nextafter(upper, torch.full_like(upper, torch.inf)), box.certified)
 
 
 def _largest(z: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def _series(
 
 def _margin(linear: LinearMap, z: Tensor) -> float:
     """A bound on the relative rounding of one product of nonnegative numbers and what follows it (T9)."""
-    return (linear.terms(z.shape[1:]) + 16) * torch.finfo(z.dtype).eps
+    return (linear.terms(z.shape[1:]) / 2 + 16) * torch.finfo(z.dtype).eps
 
 
 def _largest(z: Tensor) -> Tensor:

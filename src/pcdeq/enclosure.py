@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.equation import Equation
+from pcdeq.operators import DenseMap
 from pcdeq.solvers import Anderson, Guess, Outcome, Solution, Solver
 from pcdeq.solvers.solution import per_sample
 
@@ -75,6 +76,25 @@ def enclose_near(equation: Equation, z: Tensor, above: Equation | None = None) -
         if not len(left):
             break
     return Enclosure(lower, upper, certified)
+
+
+def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equation, z: Tensor) -> Enclosure:
+    """Enclose in float32 where its rounding is a small part of the width, else in float64, rounded outward (T9).
+
+    For a matrix float64 costs little; for a convolution ten times as much and more.
+    """
+    if z.dtype != torch.float32:
+        return enclose_near(equation, z)
+    value = equation(z)
+    rounding = ROUNDING_SLACK * rounding_margin(equation, z) * _largest(value)
+    coarse = (rounding > 0.5 * _largest((value - z).abs())).flatten()
+    if isinstance(equation.map, DenseMap) or bool(coarse.all()):
+        return _in_single_precision(enclose_near(to_float64(equation), z.double()))
+    box = enclose_near(equation, z)
+    if bool(coarse.any()):
+        finer = _in_single_precision(enclose_near(to_float64(equation.select(coarse)), z[coarse].double()))
+        box.lower[coarse], box.upper[coarse], box.certified[coarse] = finer.lower, finer.upper, finer.certified
+    return box
 
 
 def refine(
@@ -162,7 +182,7 @@ def rounding_margin(equation: Equation, z: Tensor) -> float:
     return (equation.map.terms(z.shape[1:]) / 2 + 16) * torch.finfo(z.dtype).eps
 
 
-def in_single_precision(box: Enclosure) -> Enclosure:
+def _in_single_precision(box: Enclosure) -> Enclosure:
     """The same bounds in float32, rounded outward."""
     lower, upper = box.lower.float(), box.upper.float()
     lower = torch.nextafter(lower, torch.full_like(lower, -torch.inf)).clamp_(min=0)

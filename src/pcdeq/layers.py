@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pcdeq.activations import Activation, as_activation
-from pcdeq.enclosure import Enclosure, enclose_near, in_single_precision, refine, solve_decided
+from pcdeq.enclosure import Enclosure, enclose_near, enclose_tightly, refine, solve_decided
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import (
@@ -21,7 +21,7 @@ from pcdeq.implicit import (
     solve_equation,
 )
 from pcdeq.injection import Relu, Softplus
-from pcdeq.operators import Conv, Dense, DenseMap, LinearMap, Operator
+from pcdeq.operators import Conv, Dense, LinearMap, Operator
 from pcdeq.rates import Rate, a_priori_rate
 from pcdeq.sensitivity import GradientEnclosure, enclose_gradient
 from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
@@ -212,11 +212,7 @@ class PcDEQ(nn.Module):
         with no_autocast(x.device.type):
             equation = self.equation(x)
             solution = solve_equation(equation, self.solver if solver is None else solver, self.warm)
-            if isinstance(equation.map, DenseMap) and equation.x.dtype == torch.float32:
-                # For a matrix float64 costs little, and its rounding is no part of the width.
-                box = in_single_precision(enclose_near(self._equation_in_float64(equation), solution.value.double()))
-            else:
-                box = enclose_near(equation, solution.value)
+            box = enclose_tightly(self._equation_in_float64, equation, solution.value)
             if width is not None:
                 box = refine(self._equation_in_float64, equation, solution.value, box, width)
         return Enclosure(box.lower.reshape(x.shape), box.upper.reshape(x.shape), box.certified)

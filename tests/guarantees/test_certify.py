@@ -1,11 +1,13 @@
 """What is certified is true: against float64 referees, on random networks, and when the solver is sabotaged."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import pcdeq
-from pcdeq.errors import UsageError
+from pcdeq.errors import ConvergenceWarning, UsageError
 from pcdeq.guarantees import certify as certify_module
 from pcdeq.guarantees import intervals
 from pcdeq.guarantees.intervals import Box, push
@@ -178,3 +180,20 @@ def test_inputs_beyond_the_limits_do_not_count():
     assert within.margin.item() == pytest.approx(0.05, abs=1e-6)
     beyond = pcdeq.certify(model, torch.tensor([[-1.0]]), radius=0.1, limits=limits)  # stays in its own box
     assert beyond.classes.item() == 1 and beyond.proved.item()
+
+
+def test_a_class_is_settled_by_a_rough_solve():
+    model, images = network("pcdeq-1-l-tanh"), torch.rand(12, 1, 28, 28)
+    inputs = model[:3](images)
+    exact = certify_module.certify(model, images)
+    solver = pcdeq.Anderson(tol=1e-8, stop="decided")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a class may be too close to call
+        solution = model.deq.solve(inputs, solver=solver, decided=certify_module.class_decided(model[4:]))
+        scores = model[4:](solution.value)
+        whole = model.deq.solve(inputs, solver=pcdeq.Anderson(tol=1e-8))
+    assert solution.converged.any()
+    assert scores.argmax(1)[solution.converged].equal(exact.classes[solution.converged])
+    assert solution.steps.double().mean() < whole.steps.double().mean()
+    with pytest.raises(UsageError, match="end in a Linear"):
+        certify_module.class_decided(model[:4])

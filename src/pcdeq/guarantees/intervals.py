@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcdeq.enclosure import enclose_near
+from pcdeq.enclosure import SINGLE_PRECISION, enclose_near
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import solve_equation
@@ -175,14 +175,20 @@ def _equilibrium(module: PcDEQ, box: Box, tol: float) -> Box:
     weight = module.operator.effective_weight_in(torch.float64).to(box.lower.dtype)
     linear = module.operator.bind(weight)
     below, above = (Equation(linear, module.activation, x) for x in (injected.lower, injected.upper))
-    solver = Anderson(tol=tol, max_steps=1000)
     if injected.wide:
-        ends = [solve_equation(equation, solver, module.warm).value for equation in (below, above)]
+        ends = [_solve(module, equation, tol) for equation in (below, above)]
         low, high = enclose_near(below, ends[0]), enclose_near(above, ends[1])
         return Box(low.lower, high.upper, box.proved & low.certified & high.certified)
-    z = solve_equation(below, solver, module.warm).value
-    hull = enclose_near(below, z, above)
+    hull = enclose_near(below, _solve(module, below, tol), above)
     return Box(hull.lower, hull.upper, box.proved & hull.certified)
+
+
+def _solve(module: PcDEQ, equation: Equation, tol: float) -> Tensor:
+    """A point near the equilibrium, from float32 where that is precise enough: where it is from is no matter."""
+    x = equation.x
+    if tol >= SINGLE_PRECISION:
+        equation = Equation(module.operator.bind(equation.map.weight.float()), module.activation, x.float())
+    return solve_equation(equation, Anderson(tol=tol, max_steps=1000), module.warm).value.to(x.dtype)
 
 
 def _inject(module: PcDEQ, box: Box) -> Box:

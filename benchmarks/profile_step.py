@@ -82,7 +82,7 @@ def main() -> None:
     lines += [
         "",
         f"The floor: the products of pcdeq's step, with W, with its adjoint and for dW, are {operations:.1f}e9",
-        f"multiply-adds by the definition of a convolution, {least:.0f} ms at the rate of a large product of matrices on",
+        f"multiply-adds by the definition of a convolution, {least:.0f} ms at the rate of a large matrix product on",
         f"this machine; the equilibria took {equilibria:.0f} ms, all that is not a product included (activations,",
         "residuals, dot products, safeguards, copies, weight norm). Winograd's way needs a quarter of the",
         "multiplications, but on few channels and small images its transforms and the filling up of tiles and vectors",

@@ -26,6 +26,7 @@ from problems import (
 
 import pcdeq
 from pcdeq.enclosure import enclose_near, is_lower, is_upper, rounding_margin
+from pcdeq.errors import ConvergenceWarning
 from pcdeq.solvers import Outcome
 
 seeds = st.integers(0, 2**32 - 1)
@@ -387,3 +388,31 @@ class TestDecided:
             layer.solve(x, decided=lambda box: box.certified)
         with pytest.raises(pcdeq.PcdeqError, match="needs a question"):
             pcdeq.PcDEQLinear(3, solver=pcdeq.Anderson(stop="decided"))(torch.zeros(1, 3))
+
+
+def test_thousands_of_random_layers():
+    # Sizes 1 to 200, entries 1e-6 to 1e3, inputs from exact zeros to huge; the referee is Newton's method in float64.
+    generator = np.random.default_rng(0)
+    problems = certified = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # what does not converge is not certified
+        for seed in range(300):
+            name = ACTIVATIONS[seed % len(ACTIVATIONS)]
+            size = round(10 ** generator.uniform(0, np.log10(200)))
+            weight, x = 10 ** generator.uniform(-6, 3), 10 ** generator.choice([-8.0, -3.0, -1.0, 0.0, 1.0, 6.0])
+            dtype = (torch.float32, torch.float64)[seed % 3 == 0]
+            layer, inputs = dense_layer(name, size, seed, weight, x, dtype)
+            inputs = torch.cat([inputs, 10 * inputs, inputs / 10])
+            box = layer.enclose(inputs)
+            equation = layer.equation(inputs)
+            matrix = as_array(equation.map.weight)
+            for sample in np.flatnonzero(box.certified.numpy()):
+                row = as_array(equation.x[sample])
+                exact = fixed_point_of(matrix, row, FACTS[name])
+                slack = 1e-9 * exact + 1e-300  # of the referee, far below any width here
+                assert (as_array(box.lower[sample]) <= exact + slack).all(), (seed, sample)
+                assert (exact - slack <= as_array(box.upper[sample])).all(), (seed, sample)
+            problems += len(inputs)
+            certified += int(box.certified.sum())
+    assert problems == 2700
+    assert certified > 0.9 * problems

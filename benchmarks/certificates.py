@@ -52,7 +52,7 @@ Weights: `benchmarks/weights` (a short training each: benchmarks/cases.py says h
 """
 
 
-def test_images(case: Case, count: int) -> tuple[Tensor, Tensor]:
+def pick_images(case: Case, count: int) -> tuple[Tensor, Tensor]:
     data = load_dataset(case.data, quiet=True)
     chosen = torch.linspace(0, len(data.test.labels) - 1, count).long()
     prepare = Preprocessing(data.mean, data.std, data.classes)
@@ -84,7 +84,7 @@ def seconds(action: Callable[[], object], times: int = 3) -> float:
 
 
 def row(case: Case, count: int) -> str:
-    images, labels = test_images(case, count)
+    images, labels = pick_images(case, count)
     model = case.model().eval()
     certificate = pcdeq.certify(model, images)
     right = float((certificate.classes == labels).double().mean())
@@ -131,7 +131,7 @@ def robustness(robust: list[Path]) -> list[str]:
     """The table of curves, and its picture."""
     data = load_dataset("mnist", quiet=True)
     case, scale = Case("l", "mnist", "relu6"), Preprocessing(data.mean, data.std, data.classes)
-    images, labels = test_images(case, 10_000)
+    images, labels = pick_images(case, 10_000)
     models: dict[str, nn.Module] = {
         "L relu6, ordinary training": case.model().eval(),
         "MC relu6, ordinary training (1,000 images)": Case("mc", "mnist", "relu6").model().eval(),
@@ -139,7 +139,7 @@ def robustness(robust: list[Path]) -> list[str]:
     }
     models |= {f"{folder.name}, certified training": pcdeq.load(folder).eval() for folder in robust}
     curves = {
-        name: robustness_curve(model, *((images, labels) if "MC" not in name else test_images(case, 1_000)), scale)
+        name: robustness_curve(model, *((images, labels) if "MC" not in name else pick_images(case, 1_000)), scale)
         for name, model in models.items()
     }
     figure = Figure(figsize=(6, 3.6), layout="constrained")

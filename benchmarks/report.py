@@ -55,7 +55,11 @@ def markdown(runs: list[Run], facts: dict[str, object]) -> str:
     for table in (target_table(runs), ratio_table(runs)):
         lines += [f"**{table.title}**", "", *as_markdown(table), ""]
     lines += ["![ratios](bench.png)", "", "Milliseconds (medians), products with W for each layer and sample, peak"]
-    lines += ["memory of a training step in MB, true errors of equilibria and gradients against float64:", ""]
+    lines += [
+        "memory of a training step in MB (tensors of torch; not the scratch memory of the C kernels, below 15 MB for the",
+        "largest network here), true errors of equilibria and gradients against float64:",
+        "",
+    ]
     lines += [f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *details(runs))]
     return "\n".join(lines) + "\n"
 

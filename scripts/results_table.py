@@ -44,11 +44,11 @@ def line(data: str, name: str, epochs: int, runs: list[Run]) -> str:
     )
     seconds = fmean(metrics.seconds for run in runs for metrics in run.metrics)
     options = "" if epochs == row.epochs else f" --epochs {epochs}"
-    options += f" --seed 0 (to {len(runs) - 1})" if len(runs) > 1 else ""
+    options += " --seed K" if len(runs) > 1 else ""
     return (
         f"| {data} | {row.title} | {len(runs)} | {epochs} ({row.epochs}) | {fmean(m.loss for m in last):.4f} | "
         f"{fmean(accuracies):.2f}{spread} | {row.accuracy} | {forward:.1f} / {backward:.1f} | {seconds:.1f} | "
-        f"`pcdeq train {row.name} --data {data}{options}` |"
+        f"`pcdeq train {row.name} --data {data}{options}`{f', K = 0 to {len(runs) - 1}' if len(runs) > 1 else ''} |"
     )
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pcdeq.equation import Equation
-from pcdeq.operators import DenseMap
-from pcdeq.solvers import Anderson, Guess, Outcome, Solution, Solver
+from pcdeq.operators import DenseMap, LinearMap
+from pcdeq.solvers import Anderson, Guess, Outcome, Problem, Solution, Solver
 from pcdeq.solvers.solution import per_sample
 
 # (terms of the series, slack δ as a fraction of the largest residual) of the first attempt and the next ones.
@@ -86,8 +86,8 @@ def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equati
     if z.dtype != torch.float32:
         return enclose_near(equation, z)
     value = equation(z)
-    rounding = ROUNDING_SLACK * rounding_margin(equation, z) * _largest(value)
-    coarse = (rounding > 0.5 * _largest((value - z).abs())).flatten()
+    rounding = ROUNDING_SLACK * rounding_margin(equation, z) * largest(value)
+    coarse = (rounding > 0.5 * largest((value - z).abs())).flatten()
     if isinstance(equation.map, DenseMap) or bool(coarse.all()):
         return _in_single_precision(enclose_near(to_float64(equation), z.double()))
     box = enclose_near(equation, z)
@@ -102,7 +102,7 @@ def refine(
 ) -> Enclosure:
     """Tighten the bounds of those samples that are wider than asked for; what stays wider is not certified."""
     for tol in REFINEMENTS:
-        wide = ~(_largest(box.width) <= width).flatten()
+        wide = ~(largest(box.width) <= width).flatten()
         if not bool(wide.any()):
             break
         if equation.x.dtype != torch.float64 and tol < SINGLE_PRECISION:
@@ -116,7 +116,7 @@ def refine(
         # Both are bounds, so the better of the two is.
         box.lower[wide] = torch.maximum(box.lower[wide], found.lower)
         box.upper[wide] = torch.minimum(box.upper[wide], found.upper)
-    narrow = (_largest(box.width) <= width).flatten()
+    narrow = (largest(box.width) <= width).flatten()
     return Enclosure(box.lower, box.upper, narrow)
 
 
@@ -129,14 +129,14 @@ def _attempt(below: Equation, above: Equation, z: Tensor, terms: int, slack: flo
     residual = torch.maximum(high_value - z, z - low_value).clamp_(min=0)
     # The slope at the lower input is the larger one, so it serves for both sides.
     rounding = margin * high_value
-    source = term = residual + slack * _largest(residual) + ROUNDING_SLACK * rounding
+    source = term = residual + slack * largest(residual) + ROUNDING_SLACK * rounding
     distance = torch.zeros_like(z)
     for _ in range(terms):
         distance = distance + term
         term = low_slope * below.product(term)
     scale = (residual + (ROUNDING_SLACK - 1) * rounding) / (source - term)
     scale = torch.where(source > term, scale, torch.inf)
-    distance = distance * _largest(scale).clamp(min=1)
+    distance = distance * largest(scale).clamp(min=1)
     high = z + distance
     low = torch.maximum(z - distance, below.at_zero() * (1 - ROUNDING_SLACK * margin))
     raised, lowered = rounded_down(below, low, margin), rounded_up(above, high, margin)
@@ -179,7 +179,12 @@ def rounding_margin(equation: Equation, z: Tensor) -> float:
     rounding. s is concave with s(0) >= 0, so it does not enlarge a relative error; its own evaluation
     is given 16 eps.
     """
-    return (equation.map.terms(z.shape[1:]) / 2 + 16) * torch.finfo(z.dtype).eps
+    return product_margin(equation.map, z)
+
+
+def product_margin(linear: LinearMap, z: Tensor) -> float:
+    """The same for one product of nonnegative numbers and a little that follows it."""
+    return (linear.terms(z.shape[1:]) / 2 + 16) * torch.finfo(z.dtype).eps
 
 
 def _in_single_precision(box: Enclosure) -> Enclosure:
@@ -189,7 +194,8 @@ def _in_single_precision(box: Enclosure) -> Enclosure:
     return Enclosure(lower, torch.nextafter(upper, torch.full_like(upper, torch.inf)), box.certified)
 
 
-def _largest(z: Tensor) -> Tensor:
+def largest(z: Tensor) -> Tensor:
+    """The largest component of each sample, broadcastable to z."""
     return z.amax(tuple(range(1, z.ndim)), keepdim=True)
 
 
@@ -202,19 +208,30 @@ def _tiny(z: Tensor) -> float:
 
 
 def solve_certified(solver: Solver, equation: Equation, guess: Guess | None = None) -> Solution:
-    """Solve until the proved bound on ‖z - z*‖ / ‖z‖ is below the solver's tol, sample by sample.
+    """Solve until the proved bound on ‖z - z*‖ / ‖z‖ is below the solver's tol, sample by sample."""
+
+    def distance(z: Tensor) -> Tensor:
+        box = enclose_near(equation, z)
+        farthest = torch.maximum(box.upper - z, z - box.lower)
+        return torch.where(per_sample(box.certified, z), farthest, torch.inf)
+
+    return solve_to_bound(solver, equation.problem(guess), distance)
+
+
+def solve_to_bound(solver: Solver, problem: Problem, distance: Callable[[Tensor], Tensor]) -> Solution:
+    """Solve until ``distance``, a proved bound on the error of a point, is below the solver's tol times its norm.
 
     Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is
     tightened by what was missing until the bound is met or the steps are used up.
     """
     inner = solver.with_options(stop="sample", throw=False)
-    problem = equation.problem(guess)
-    finest = 4 * torch.finfo(equation.x.dtype).eps
     while True:
         solution = inner.solve(problem)
-        box = enclose_near(equation, solution.value)
-        bound = relative_bound(box, solution.value, inner)
+        error, size = inner.norm(distance(solution.value)), inner.norm(solution.value)
+        # A point that is exactly 0, and proved to be right, is right; a NaN proves nothing.
+        bound = torch.where(error == 0, 0.0, error / size).to(solution.value.dtype)
         converged = bound < solver.tol
+        finest = 4 * torch.finfo(bound.dtype).eps
         used = int(solution.steps.max())
         spent = used >= solver.max_steps or inner.tol <= finest
         if solution.outcome is Outcome.NONFINITE or bool(converged.all()) or spent:
@@ -240,6 +257,8 @@ def solve_decided(
 
     Tolerances from coarse to the solver's own are tried in turn, on the samples that are left.
     """
+    if not len(equation.x):
+        return Solution.empty(equation.x)
     value = torch.empty_like(equation.x)
     steps = torch.zeros(len(value), dtype=torch.int64, device=value.device)
     residual = torch.full((len(value),), torch.inf, dtype=value.dtype, device=value.device)
@@ -260,10 +279,3 @@ def solve_decided(
         problem = part.select(open_).problem().continued(solution.value[open_], used)
         left = left[open_]
     return Solution(value, steps, residual, done, certified_outcome(solution.outcome, done))
-
-
-def relative_bound(box: Enclosure, z: Tensor, solver: Solver) -> Tensor:
-    """A proved bound on ‖z - z*‖ / ‖z‖ for each sample; infinite where nothing is certified."""
-    farthest = torch.maximum(box.upper - z, z - box.lower)
-    farthest = torch.where(per_sample(box.certified, z), farthest, torch.inf)
-    return (solver.norm(farthest) / solver.norm(z)).to(z.dtype)

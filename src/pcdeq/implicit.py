@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from pcdeq.activations import Activation
-from pcdeq.enclosure import certified_outcome, solve_certified
+from pcdeq.enclosure import solve_certified, solve_to_bound
 from pcdeq.equation import Equation, like
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.operators import LinearMap
 from pcdeq.sensitivity import adjoint_distance
-from pcdeq.solvers import Outcome, Picard, Pieces, Problem, Solution, Solver, Weight, report
+from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, Weight, report
 from pcdeq.warmstart import WarmStart
 
 Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
@@ -165,30 +165,8 @@ def solve_adjoint(
     pieces = Pieces(pull, lambda y: slope * y, grad, "linear", slope, guess, weight)
     problem = Problem(lambda u: slope * (pull(u) + grad), pieces=pieces)
     if solver.stop == "certified":
-        return _solve_adjoint_certified(linear, slope, grad, solver, problem)
+        return solve_to_bound(solver, problem, lambda u: adjoint_distance(linear, slope, grad, u))
     return solver.solve(problem)
-
-
-def _solve_adjoint_certified(
-    linear: LinearMap, slope: Tensor, grad: Tensor, solver: Solver, problem: Problem
-) -> Solution:
-    """Solve until the proved bound on ‖u - u*‖ / ‖u‖ is below the solver's tol, at the slope given (T5)."""
-    inner = solver.with_options(stop="sample", throw=False)
-    finest = 4 * torch.finfo(grad.dtype).eps
-    while True:
-        solution = inner.solve(problem)
-        distance = adjoint_distance(linear, slope, grad, solution.value)
-        bound = (inner.norm(distance) / inner.norm(solution.value)).nan_to_num(nan=0.0).to(grad.dtype)
-        converged = bound < solver.tol
-        used = int(solution.steps.max())
-        done = bool(converged.all()) or solution.outcome is Outcome.NONFINITE
-        if done or used >= solver.max_steps or inner.tol <= finest:
-            break
-        missing = float((bound / solver.tol).clamp(2.0, 100.0).max())
-        inner = inner.with_options(tol=max(inner.tol / missing, finest))
-        problem = problem.continued(solution.value, used)
-    outcome = certified_outcome(solution.outcome, converged)
-    return Solution(solution.value, solution.steps, bound, converged, outcome)
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -47,7 +47,7 @@ class Softplus(torch.autograd.Function):
         return Softplus.gradient(x, grad), None
 
 
-class Relu(torch.autograd.Function):
+class Relu:
     """max(x, 0) + floor: nonnegative, for pcDEQ-2."""
 
     @staticmethod
@@ -58,12 +58,4 @@ class Relu(torch.autograd.Function):
     def gradient(x: Tensor, grad: Tensor) -> Tensor:
         return grad * (x > 0)
 
-    @staticmethod
-    def forward(ctx, x: Tensor, floor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x)
-        return Relu.value(x, floor)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        return Relu.gradient(x, grad), None
+    apply = value  # torch differentiates it

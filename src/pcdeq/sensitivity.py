@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcdeq.enclosure import Enclosure
+from pcdeq.enclosure import Enclosure, largest, product_margin
 from pcdeq.equation import Equation
 from pcdeq.operators import LinearMap
 from pcdeq.solvers.solution import per_sample
@@ -53,10 +53,10 @@ def contraction(linear: LinearMap, slope: Tensor, margin: float) -> tuple[Tensor
     term = weights = torch.ones_like(slope)
     for _ in range(MOST_TERMS):
         term = slope * linear.adjoint(term) * (1 + margin)
-        if bool((_largest(term) < 0.5).all()) or not bool(term.isfinite().all()):
+        if bool((largest(term) < 0.5).all()) or not bool(term.isfinite().all()):
             break
         weights = weights + term
-    factor = _largest(slope * linear.adjoint(weights) * (1 + margin) / weights)
+    factor = largest(slope * linear.adjoint(weights) * (1 + margin) / weights)
     return weights, torch.where(factor.isfinite(), factor, torch.inf)
 
 
@@ -66,12 +66,12 @@ def adjoint_distance(linear: LinearMap, slope: Tensor, grad: Tensor, u: Tensor) 
 
     Costs two products and the terms of one series.
     """
-    margin = _margin(linear, u)
+    margin = product_margin(linear, u)
     mapped = slope * (linear.adjoint(u) + grad)
     # The terms have both signs, so rounding is relative to the sum of their sizes.
     rounding = margin * (slope * (linear.adjoint(u.abs()) + grad.abs()) + u.abs())
     weights, factor = contraction(linear, slope, margin)
-    worst = _largest(((mapped - u).abs() + rounding) * (1 + margin) / weights)
+    worst = largest(((mapped - u).abs() + rounding) * (1 + margin) / weights)
     return torch.where(factor < 1, weights * worst / (1 - factor), torch.inf) * (1 + 4 * margin)
 
 
@@ -81,7 +81,7 @@ def enclose_gradient(equation: Equation, box: Enclosure, grad: Tensor, tol: floa
 
     ``box`` encloses z*; ``tol`` is how much of the result its own series may leave out, relative to its size.
     """
-    margin = _margin(equation.map, box.lower)
+    margin = product_margin(equation.map, box.lower)
     least, most, kinks = _slopes(equation, box, margin)
     weights, factor = contraction(equation.map, most, margin)
     certified = box.certified & (factor < 1).flatten()
@@ -123,16 +123,7 @@ def _series(
     for _ in range(MOST_TERMS):
         total = total + term
         term = slope * linear.adjoint(term) * (1 + margin)
-        rest = weights * _largest(term / weights) / (1 - factor)
-        if bool((_largest(rest) <= tol * _largest(total)).all()):
+        rest = weights * largest(term / weights) / (1 - factor)
+        if bool((largest(rest) <= tol * largest(total)).all()):
             break
     return total * (1 + margin), rest * (1 + abs(margin))
-
-
-def _margin(linear: LinearMap, z: Tensor) -> float:
-    """A bound on the relative rounding of one product of nonnegative numbers and what follows it (T9)."""
-    return (linear.terms(z.shape[1:]) / 2 + 16) * torch.finfo(z.dtype).eps
-
-
-def _largest(z: Tensor) -> Tensor:
-    return z.amax(tuple(range(1, z.ndim)), keepdim=True)

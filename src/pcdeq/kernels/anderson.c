@@ -21,13 +21,7 @@ INLINE float expm1_nonnegative(float y, float saturated)
     int k = (int)(y * 1.44269504f + 0.5f);
     float kf = (float)k;
     float f = (y - kf * 0.693359375f) + kf * 2.12194440e-4f;
-    float tail = 1.9875691e-4f;
-    tail = tail * f + 1.3981999e-3f;
-    tail = tail * f + 8.3334519e-3f;
-    tail = tail * f + 4.1665796e-2f;
-    tail = tail * f + 1.6666666e-1f;
-    tail = tail * f + 0.5f;
-    float small = tail * f * f + f;
+    float small = expm1_small(f);
     union { int32_t bits; float value; } power = { (int32_t)((uint32_t)(k + 127) << 23) };
     return power.value * small + (power.value - 1.0f);
 }

@@ -9,14 +9,8 @@ INLINE float exp_negative(float y, float largest)
     y = y > largest ? largest : y; /* keeps a NaN */
     const int k = (int)(y * 1.44269504f + 0.5f);
     const float kf = (float)k, f = -((y - kf * 0.693359375f) + kf * 2.12194440e-4f);
-    float tail = 1.9875691e-4f;
-    tail = tail * f + 1.3981999e-3f;
-    tail = tail * f + 8.3334519e-3f;
-    tail = tail * f + 4.1665796e-2f;
-    tail = tail * f + 1.6666666e-1f;
-    tail = tail * f + 0.5f;
     union { int32_t bits; float value; } power = { (int32_t)((uint32_t)(127 - k) << 23) };
-    return power.value * (tail * f * f + f + 1.0f);
+    return power.value * (expm1_small(f) + 1.0f);
 }
 
 /* Volatile for the same reason as in anderson.c. */

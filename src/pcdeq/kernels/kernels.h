@@ -34,6 +34,18 @@ enum { PARTS = 8 };
 #define THREAD 0
 #endif
 
+/* exp(f) - 1 for |f| <= ln(2) / 2, relative error below 2e-7. */
+INLINE float expm1_small(float f)
+{
+    float tail = 1.9875691e-4f;
+    tail = tail * f + 1.3981999e-3f;
+    tail = tail * f + 8.3334519e-3f;
+    tail = tail * f + 4.1665796e-2f;
+    tail = tail * f + 1.6666666e-1f;
+    tail = tail * f + 0.5f;
+    return tail * f * f + f;
+}
+
 /* Pointers travel from Python as integers. */
 #define FLOATS(address) ((float *)(uintptr_t)(address))
 #define INTS(address) ((int32_t *)(uintptr_t)(address))

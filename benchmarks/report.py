@@ -56,8 +56,8 @@ def markdown(runs: list[Run], facts: dict[str, object]) -> str:
         lines += [f"**{table.title}**", "", *as_markdown(table), ""]
     lines += ["![ratios](bench.png)", "", "Milliseconds (medians), products with W for each layer and sample, peak"]
     lines += [
-        "memory of a training step in MB (tensors of torch; not the scratch memory of the C kernels, below 15 MB for the",
-        "largest network here), true errors of equilibria and gradients against float64:",
+        "memory of a training step in MB (tensors of torch, without the scratch memory of the C kernels, below 15 MB",
+        "here), true errors of equilibria and gradients against float64:",
         "",
     ]
     lines += [f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *details(runs))]

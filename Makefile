@@ -32,7 +32,7 @@ lint: setup
 	$(BIN)/basedpyright
 
 docs: setup
-	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
+	$(BIN)/python -m sphinx -E -W --keep-going -q docs docs/_build
 	@echo open docs/_build/index.html
 
 check: lint docs test

@@ -20,6 +20,7 @@ author = "The pcdeq developers"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build", "results/README.md"]  # that one is included by paper.md
+smartquotes = False  # s' is a derivative
 default_role = "py:obj"  # a `Name` in a docstring links to its description
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -33,8 +34,9 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = "pcdeq"
-html_theme_options = {"sidebar_hide_name": False}
-html_show_sphinx = False
+# Small enough for lines of 100 characters.
+html_theme_options = {name: {"code-font-size": "75%"} for name in ("light_css_variables", "dark_css_variables")}
+html_show_sphinx = html_show_copyright = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -76,7 +78,7 @@ def help_of(*arguments: str) -> str:
     os.environ |= {"COLUMNS": "92", "NO_COLOR": "1"}
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         cli.parse([*arguments, "--help"])
-    plain = re.sub(r"^ -+\n", "", text.getvalue(), flags=re.MULTILINE)  # rules under headings
+    plain = re.sub(r"^ -+ *\n", "", text.getvalue(), flags=re.MULTILINE)  # rules under headings
     return re.sub(r"^ (?=\S)(.*?) *$", r"\1:", plain, flags=re.MULTILINE).strip()
 
 

@@ -20,7 +20,7 @@ author = "The pcdeq developers"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build", "results/README.md"]  # that one is included by paper.md
-smartquotes = False  # s' is a derivative
+smartquotes_action = "D"  # dashes only: s' is a derivative
 default_role = "py:obj"  # a `Name` in a docstring links to its description
 
 myst_enable_extensions = ["colon_fence", "deflist"]

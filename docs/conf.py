@@ -87,7 +87,7 @@ def complete(app: object, page: str, source: list[str]) -> None:
 
     And let links to the results, which on GitHub leave this folder, go to their copies.
     """
-    source[0] = re.sub(r"\]\((\.\./)+results/", "](/results/", source[0])
+    source[0] = re.sub(r"\]\((\.\./)+results/", "](/results/", source[0]).replace("/results/README.md", "/paper.md")
     if page != "command-line":
         return
     texts = {"pcdeq": help_of()} | {f"pcdeq {n}": help_of(n) for n in (kind.__name__.lower() for kind in COMMANDS)}

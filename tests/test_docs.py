@@ -124,6 +124,15 @@ def check_command(line: str, where: str) -> None:
             pytest.fail(f"{where}: what is {line!r}?")
 
 
+def test_links_of_the_readme():
+    text = (ROOT / "README.md").read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).exists(), link
+        headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), flags=re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], link
+
+
 def test_the_checker_sees_differences():
     check = Checker().check_output
     assert check("Picard [14, 9] 1.0e-05 done", "Picard  [15, 9] 1.1e-05\n done\n")

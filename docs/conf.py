@@ -34,6 +34,8 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = "pcdeq"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 # Small enough for lines of 100 characters.
 html_theme_options = {name: {"code-font-size": "75%"} for name in ("light_css_variables", "dark_css_variables")}
 html_show_sphinx = html_show_copyright = False

@@ -13,7 +13,8 @@ TARGET = ROOT / "docs" / "img" / "architecture.svg"
 WHAT = {
     "cli": "parse, call, print; errors become one line",
     "commands": "one dataclass a command: its fields are the options",
-    "report": "figures and tables",
+    "report": "tables, figures, claims, the page",
+    "reproduce": "many runs: processes, Ray",
     "export": "the Hub, ONNX, torch.export",
     "training": "loop, run folder, evaluation",
     "guarantees": "certify, check, theory",
@@ -42,7 +43,7 @@ def colour(modules: list[str]) -> str:
     """By what the row is about: commands, runs, networks and layers, the mathematics of one layer, the ground."""
     groups = (
         {"cli", "commands"},
-        {"report", "export", "training"},
+        {"report", "reproduce", "export", "training"},
         {"guarantees", "models", "layers", "implicit"},
         {"errors", "kernels"},
     )

@@ -169,3 +169,17 @@ def test_the_diagram_shows_every_module():
 def test_pictures_are_small_and_used(picture):
     assert picture.stat().st_size < 120_000
     assert any(f"img/{picture.name}" in page.read_text() for page in PAGES), "no page shows it"
+
+
+def test_the_results_in_the_readme_are_those_of_the_runs():
+    """Nothing is typed in by hand, or at least not wrongly."""
+    from pcdeq.report.tables import collect
+    from pcdeq.training import find_runs
+
+    lines = [line for group in collect(find_runs(ROOT / "results" / "runs")).values() for line in group if line.is_full]
+    measured = {(line.row.title, line.cells()["ours %"], line.cells()["paper %"]) for line in lines}
+    shown = re.findall(
+        r"^\| (pcDEQ\S+) \| ([\d.]+(?: ± [\d.]+)?) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(shown) >= 4
+    assert set(shown) <= measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pcdeq.errors import PcdeqError
@@ -24,6 +25,7 @@ def write_file(path: Path, content: bytes) -> Path:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise PcdeqError(f"could not write {path}: {error.strerror or error}") from error
     return path

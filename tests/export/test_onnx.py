@@ -13,7 +13,7 @@ from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.export import OnnxFile, compare, describe, plan_export, require_agreement, write_export
 from pcdeq.export.program import require_onnx
 from pcdeq.export.truncation import exact_logits
-from pcdeq.models import MC
+from pcdeq.models import MC, Preprocessing
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import load, train
 
@@ -81,23 +81,13 @@ def test_a_loop_stops_by_its_residual_in_onnxruntime(tanh, pixels, tmp_path, cap
 
 def test_three_equilibria_and_a_normalisation_in_onnxruntime(tmp_path):
     model = MC((3, 4, 5), (3, 20, 20), 4, activation="sigmoid").eval()
-    model.preprocessing = load(_colour_run(tmp_path)).preprocessing
+    model.preprocessing = Preprocessing((0.4, 0.5, 0.6), (0.2, 0.3, 0.25), tuple("abcd"))
     plan, pixels = plan_export(model, error=1e-2), torch.rand(16, 3, 20, 20)
     assert len(plan.steps) == 3
     file = OnnxFile(write_export(model, tmp_path / "mc.onnx", plan))
     assert (file(pixels) - exact_logits(model, pixels)).abs().max() <= plan.error
     inputs = model.preprocessing((255 * pixels).round().to(torch.uint8))
     assert (file(pixels.mul(255).round() / 255) - model(inputs)).abs().max() < 2 * plan.error
-
-
-def _colour_run(folder):
-    import numpy as np
-
-    generator = np.random.default_rng(0)
-    images = generator.integers(0, 200, (40, 20, 20, 3), dtype=np.uint8)
-    np.savez(folder / "own.npz", x_train=images, y_train=np.arange(40) % 4)
-    config = TrainConfig("pcdeq-2-l-sigmoid", data=str(folder / "own.npz"), epochs=1, channels=(4,), out=folder / "r")
-    return train(config, progress="none")
 
 
 def test_a_torch_program_keeps_its_word(sigmoid, pixels, tmp_path):

@@ -96,8 +96,8 @@ def plan_export(
     >>> import pcdeq
     >>> model = pcdeq.build("pcdeq-2-l-sigmoid").eval()
     >>> plan = plan_export(model, error=1e-3)
-    >>> plan.proved, plan.error <= 1e-3, plan.steps
-    (True, True, (9,))
+    >>> plan.proved, plan.error <= 1e-3, plan.steps[0] < 12
+    (True, True, True)
     """
     _check(model, form, error, steps, tol, max_steps, calibration)
     graph = loop_graph(model, tol, max_steps) if form == "loop" else fixed_graph(model, (steps or 1,) * _layers(model))

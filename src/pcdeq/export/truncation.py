@@ -160,7 +160,7 @@ def proved_depth(model: Network, rates: list[Contraction], wanted: float) -> Gra
 
 
 def measured_depth(model: Network, pixels: Tensor, wanted: float) -> tuple[Graph, float]:
-    """A fixed graph with at most half the error that is ``wanted`` on these images, as others may be worse; its error."""
+    """A fixed graph with at most half the ``wanted`` error on these images, as others may be worse; and its error."""
     exact = exact_logits(model, pixels)
     tol = 0.03
     while tol > 1e-7:

@@ -1,0 +1,40 @@
+"""Refuse a wheel that is not what users should get: `python scripts/check_wheel.py dist/*.whl`."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+LARGEST = 8_000_000  # bytes
+WANTED = (
+    "pcdeq/py.typed",
+    "pcdeq/data/mnist_mini.npz",
+    "pcdeq/_kernels",
+    "pcdeq/cli.py",
+    ".dist-info/licenses/LICENSE",
+    ".dist-info/entry_points.txt",
+)
+
+
+def problems(wheel: Path) -> list[str]:
+    """What is wrong with it."""
+    found = []
+    if (size := wheel.stat().st_size) >= LARGEST:
+        found.append(f"{size / 1e6:.1f} MB, the limit is {LARGEST / 1e6:.0f}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = next(archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    found += [f"no {wanted}" for wanted in WANTED if not any(wanted in name for name in names)]
+    found += [f"{name} has no place in it" for name in names if not name.startswith("pcdeq")]
+    version = Path("src/pcdeq/_version.py").read_text().split('"')[1]
+    if f"\nVersion: {version}\n" not in metadata:
+        found.append(f"its version is not {version}")
+    return found
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        if wrong := problems(Path(argument)):
+            sys.exit(f"{argument}: {'; '.join(wrong)}")
+        print(f"{argument}: {Path(argument).stat().st_size / 1e6:.2f} MB, complete")

@@ -13,7 +13,7 @@ from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.export import OnnxFile, compare, describe, plan_export, require_agreement, write_export
 from pcdeq.export.program import require_onnx
 from pcdeq.export.truncation import exact_logits
-from pcdeq.models import MC, Preprocessing
+from pcdeq.models import MC, L, Preprocessing
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import load, train
 
@@ -99,6 +99,16 @@ def test_a_torch_program_keeps_its_word(sigmoid, pixels, tmp_path):
     assert (program(pixels) - exact_logits(sigmoid, pixels)).abs().max() <= plan.error
     with pytest.raises(UsageError, match="fixed number of steps"):
         write_export(sigmoid, tmp_path / "loop.pt2", plan_export(sigmoid, "loop"), to="torch-export")
+
+
+def test_what_torch_cannot_export_is_told_in_one_line(tmp_path):
+    def branching(x):
+        return x.relu() if bool(x.sum() > 0) else x.abs()
+
+    model = L((4,), activation="sigmoid", injection=branching).eval()
+    with pytest.raises(PcdeqError, match=r"^torch \S+ could not export this network: [^\n]+$"):
+        write_export(model, tmp_path / "x.pt2", plan_export(model), to="torch-export")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_breaks_its_word_is_refused(sigmoid, pixels):

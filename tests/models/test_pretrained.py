@@ -114,6 +114,15 @@ class TestCard:
         assert "`pcdeq train demo --data cats --lr 0.1`" in text
         assert "/home/me" not in text
 
+    @pytest.mark.parametrize(("epoch", "told"), [(1, True), (2, False)])
+    def test_what_was_proved_is_told(self, run, epoch, told):
+        summary = run.path / "summary.json"
+        summary.write_text(json.dumps({"epoch": epoch, "certified": 998, "certified_of": 1000}))
+        try:
+            assert ("| predictions proved | 998 of 1,000 test images |" in model_card(load(run))) is told
+        finally:
+            summary.unlink()
+
     def test_lost_metrics_do_not_keep_a_network_from_loading(self, run, tmp_path):
         folder = tmp_path / "r"
         folder.mkdir()

@@ -156,6 +156,12 @@ def _summary(to: str, form: str, out: Path, plan: Plan, agreement: Agreement | N
     }
 
 
+def _error(result: dict[str, Any]) -> str:
+    if result["measured"] is None:
+        return f"at most {result['error']:.3g} in a logit, {result['basis']}"
+    return f"{result['measured']:.3g} in a logit, {result['basis']}; {result['error']:.3g} is allowed for others"
+
+
 def _as_text(result: dict[str, Any]) -> list[str]:
     if result["to"] == "hub":
         lines = [f"written         {result['out']}: config.json, model.safetensors, README.md"]
@@ -165,7 +171,7 @@ def _as_text(result: dict[str, Any]) -> list[str]:
     lines = [
         f"written         {result['out']} ({result['bytes'] / 1e6:.2f} MB)",
         f"steps           {'until the residual is small' if steps is None else ', '.join(map(str, steps))}",
-        f"error           at most {result['error']:.3g} in a logit, {result['basis']}",
+        f"error           {_error(result)}",
     ]
     if (seen := result["compared"]) is not None:
         lines += [

@@ -52,7 +52,8 @@ class Plan:
         graph: the module.
         error: at most so far are its logits from those of the exact equilibrium network.
         basis: `PROVED`, or on how many images this was measured.
-        measured: the largest error seen on those images, which may be well below ``error``; None where it is proved.
+        measured: the largest error on those images, at most half of ``error``, as others may be worse; None where
+            the error is proved.
     """
 
     graph: Graph
@@ -148,7 +149,10 @@ def _check(
 def describe(plan: Plan, model: Network, **more: Any) -> dict[str, str]:
     """The metadata of an exported file; ``more`` is what the caller knows about the network, such as its accuracy."""
     first = plan.graph.equilibria[0]
-    rule = {"tol": first.tol, "max_steps": first.max_steps} if isinstance(first, Loop) else {"steps": plan.steps}
+    if isinstance(first, Loop):
+        rule = {"tol": first.tol, "max_steps": first.max_steps, "logit_error_holds": "for samples that are converged"}
+    else:
+        rule = {"steps": plan.steps}
     shape = ", ".join(map(str, model.image_shape))
     entries: dict[str, Any] = {
         "version": __version__,
@@ -174,15 +178,10 @@ def to_onnx(plan: Plan, metadata: dict[str, str]) -> bytes:
     """The graph as an ONNX model of dynamic batch size."""
     require_onnx("onnx", "onnxscript")
     names = ["logits", "converged"] if plan.steps is None else ["logits"]
-    with _quiet():
-        program = torch.onnx.export(
-            trace(plan.graph),
-            input_names=["pixels"],
-            output_names=names,
-            opset_version=OPSET,
-            dynamo=True,
-            verbose=False,
-        )
+    traced = trace(plan.graph)
+    with _exporting():
+        options: dict[str, Any] = {"opset_version": OPSET, "dynamo": True, "verbose": False}
+        program = torch.onnx.export(traced, input_names=["pixels"], output_names=names, **options)
     assert program is not None
     _tidy(program.model)
     program.model.metadata_props.update(metadata)
@@ -204,16 +203,16 @@ def to_torch_export(plan: Plan, metadata: dict[str, str]) -> bytes:
     """The graph as a program for `torch.export.load`; its metadata are the extra file ``metadata.json``."""
     if plan.steps is None:
         raise UsageError("a torch.export program has a fixed number of steps: the loop form is for ONNX")
-    buffer = io.BytesIO()
-    with _quiet():
-        torch.export.save(trace(plan.graph), buffer, extra_files={"metadata.json": json.dumps(metadata, indent=2)})
+    buffer, traced = io.BytesIO(), trace(plan.graph)
+    with _exporting():
+        torch.export.save(traced, buffer, extra_files={"metadata.json": json.dumps(metadata, indent=2)})
     return buffer.getvalue()
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:
     """The graph as torch's own program, for any batch size."""
     pixels = torch.zeros(2, *graph.image_shape)
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _exporting():
         return torch.export.export(graph, (pixels,), dynamic_shapes=({0: torch.export.Dim("n")},))
 
 
@@ -249,8 +248,8 @@ def require_onnx(*names: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch's exporters log and warn about themselves."""
+def _exporting() -> Iterator[None]:
+    """Torch's exporters log and warn about themselves, and fail with the types of their inner workings."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -258,5 +257,8 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise PcdeqError(f"torch {torch.__version__} could not export this network: {reason}") from error
     finally:
         logger.setLevel(level)

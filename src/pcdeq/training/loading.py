@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from pathlib import Path
@@ -72,6 +73,7 @@ def describe_training(run: Run, checkpoint: Which) -> dict[str, Any]:
         "published_accuracy": row.accuracy if row.dataset == config.data else None,
         "epochs": None if last is None else last.epoch,
         "seed": config.seed,
+        "certified": None if last is None else _certified(run, last.epoch),
         "command": _command(description.get("command", [])),
         "versions": versions or None,
     }
@@ -82,6 +84,17 @@ def _last_metrics(run: Run) -> EpochMetrics | None:
         return run.metrics[-1]
     except (DataError, IndexError):  # the network is there all the same
         return None
+
+
+def _certified(run: Run, epoch: int) -> str | None:
+    """How many predictions after this epoch were proved, if the run's summary says so."""
+    try:
+        summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
+        if summary["epoch"] == epoch and summary["certified"] is not None:
+            return f"{summary['certified']:,} of {summary['certified_of']:,} test images"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
 
 
 def _command(arguments: list[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -24,12 +25,15 @@ def problems(wheel: Path) -> list[str]:
         found.append(f"{size / 1e6:.1f} MB, the limit is {LARGEST / 1e6:.0f}")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        metadata = next(archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = "".join(archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+        source = archive.read("pcdeq/_version.py").decode() if "pcdeq/_version.py" in names else ""
     found += [f"no {wanted}" for wanted in WANTED if not any(wanted in name for name in names)]
     found += [f"{name} has no place in it" for name in names if not name.startswith("pcdeq")]
-    version = Path("src/pcdeq/_version.py").read_text().split('"')[1]
-    if f"\nVersion: {version}\n" not in metadata:
-        found.append(f"its version is not {version}")
+    version = re.search(r'"(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)"', source)
+    if version is None:
+        found.append(f"no semantic version in {source.strip()!r}")
+    elif f"\nVersion: {version[1]}\n" not in metadata:
+        found.append(f"its metadata are not those of version {version[1]}")
     return found
 
 

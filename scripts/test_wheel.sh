@@ -8,11 +8,12 @@ shift
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
+# What tests read of the checkout, and nothing of src.
+cp -r tests examples docs benchmarks scripts results .ci .github .pre-commit-config.yaml Makefile ./*.md ./*.txt ./*.cff \
+    pyproject.toml setup.py "$place"
+
 "${PYTHON:-python3}" -m venv "$place/venv"
 "$place/venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt "$wheel[test]"
-
-# What tests read of the checkout, and nothing of src.
-cp -r tests examples docs benchmarks scripts results README.md pyproject.toml setup.py constraints.txt "$place"
 cd "$place"
 export PATH="$place/venv/bin:$PATH"
 unset PYTHONPATH

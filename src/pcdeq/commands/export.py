@@ -35,11 +35,9 @@ class Export:
     folder: RunFolder
     """Run folder, as `pcdeq list runs` shows it."""
     to: Literal["onnx", "torch-export", "hub"] = "onnx"
-    """onnx: for onnxruntime and others; torch-export: for torch.export.load (fixed form only); hub: config.json,
-    model.safetensors and a model card, for from_pretrained."""
+    """onnx: for onnxruntime; torch-export: for torch.export.load; hub: a folder for from_pretrained, with a card."""
     form: Literal["fixed", "loop"] = "fixed"
-    """fixed: the same number of steps for every picture; loop: each picture until its residual is small, with a second
-    output that says for which pictures it is."""
+    """fixed: so many steps for every picture; loop: each until its residual is small; a second output says if it is."""
     error: float | None = None
     """Fixed form: how far a logit may be off; the number of steps follows. (default: 0.01)"""
     steps: int | None = None
@@ -106,14 +104,19 @@ class Export:
 
     def _to_file(self, run: Run, model: Network) -> dict[str, Any]:
         from pcdeq.export import compare, describe, open_exported, plan_export, require_agreement
-        from pcdeq.export.program import render, require_onnx
+        from pcdeq.export.program import ERROR, MAX_STEPS, TOL, check_options, render, require_onnx
         from pcdeq.files import write_file
 
         assert self.to != "hub"
         if self.to == "onnx":
             require_onnx("onnx", "onnxscript", *(["onnxruntime"] if self.compare else []))
-        given = {name: getattr(self, name) for name in ("error", "steps", "tol", "max_steps")}
-        options = {name: value for name, value in given.items() if value is not None}
+        options: dict[str, Any] = {
+            "error": ERROR if self.error is None else self.error,
+            "steps": self.steps,
+            "tol": TOL if self.tol is None else self.tol,
+            "max_steps": MAX_STEPS if self.max_steps is None else self.max_steps,
+        }
+        check_options(self.form, **options)  # before data are fetched
         training, test = self._images(run)
         plan = plan_export(model, self.form, calibration=training, **options)
         metadata = describe(plan, model, row=run.config.row, data=run.config.data, test_accuracy=run.accuracy)

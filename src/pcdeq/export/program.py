@@ -42,6 +42,7 @@ Kind = Literal["onnx", "torch-export"]
 
 PROVED = "proved for every input, in exact arithmetic"
 OPSET = 18
+ERROR, TOL, MAX_STEPS = 0.01, 1e-4, 200  # by default
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ def plan_export(
     model: Network,
     form: Form = "fixed",
     *,
-    error: float = 0.01,
+    error: float = ERROR,
     steps: int | None = None,
-    tol: float = 1e-4,
-    max_steps: int = 200,
+    tol: float = TOL,
+    max_steps: int = MAX_STEPS,
     calibration: Tensor | None = None,
 ) -> Plan:
     """Choose the depth of a network's graph, and find out how far it is from the exact network.
@@ -100,8 +101,9 @@ def plan_export(
     >>> plan.proved, plan.error <= 1e-3, plan.steps[0] < 12
     (True, True, True)
     """
-    _check(model, form, error, steps, tol, max_steps, calibration)
-    graph = loop_graph(model, tol, max_steps) if form == "loop" else fixed_graph(model, (steps or 1,) * _layers(model))
+    _check_model(model, calibration)
+    check_options(form, error=error, steps=steps, tol=tol, max_steps=max_steps)
+    graph = loop_graph(model, tol, max_steps) if form == "loop" else fixed_graph(model, (steps or 1,) * model.widths)
     rates = contractions(graph)
     if rates is not None:
         found = proved_depth(model, rates, error) if form == "fixed" and steps is None else graph
@@ -120,17 +122,8 @@ def plan_export(
     return Plan(graph, 2 * worst, basis, worst)  # twice, for other images may be worse
 
 
-def _layers(model: Network) -> int:
-    return model.widths
-
-
-def _check(
-    model: Network, form: str, error: float, steps: int | None, tol: float, max_steps: int, calibration: Tensor | None
-) -> None:
-    if not isinstance(model, Network):
-        raise UsageError(f"export takes a network such as pcdeq.build or pcdeq.load give, not {type(model).__name__}")
-    if model.training:
-        raise UsageError("export wants a network in evaluation mode: call model.eval() first")
+def check_options(form: str, *, error: float, steps: int | None, tol: float, max_steps: int) -> None:
+    """Refuse numbers that make no sense."""
     if form not in ("fixed", "loop"):
         raise UsageError(f"form must be 'fixed' or 'loop', got {form!r}")
     if not 0 < error < float("inf"):
@@ -141,6 +134,13 @@ def _check(
         raise UsageError(f"tol must be between 0 and 1, got {tol}")
     if max_steps < 1:
         raise UsageError(f"max_steps must be at least 1, got {max_steps}")
+
+
+def _check_model(model: Network, calibration: Tensor | None) -> None:
+    if not isinstance(model, Network):
+        raise UsageError(f"export takes a network such as pcdeq.build or pcdeq.load give, not {type(model).__name__}")
+    if model.training:
+        raise UsageError("export wants a network in evaluation mode: call model.eval() first")
     if calibration is not None and (not len(calibration) or tuple(calibration.shape[1:]) != model.image_shape):
         wanted = f"(n, {', '.join(map(str, model.image_shape))})"
         raise UsageError(f"calibration images must have shape {wanted}, got {tuple(calibration.shape)}")

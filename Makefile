@@ -3,11 +3,13 @@
 # make docs     set up and build the documentation into docs/_build; a warning is an error
 # make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
+# make dist     build the wheel and the source archive in dist/
+# make test-wheel   build, install the wheel in a fresh environment, and run the tests against it
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help setup demo test lint docs check bench clean
+.PHONY: help setup demo test lint docs check bench dist test-wheel clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -40,6 +42,14 @@ check: lint docs test
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	$(BIN)/python benchmarks/run.py
+
+dist: setup
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python scripts/check_wheel.py dist/*.whl
+
+test-wheel: dist
+	PYTHON=$(PYTHON) scripts/test_wheel.sh dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/results

@@ -30,6 +30,7 @@ WHAT = {
     "activations": "s: value, slope, sup",
     "operators": "W >= 0: apply, adjoint",
     "solvers": "Picard, Anderson, Newton",
+    "files": "whole or not at all",
     "errors": "one type, few children",
     "kernels": "C, where it pays",
     "data": "images as tensors",
@@ -45,7 +46,7 @@ def colour(modules: list[str]) -> str:
         {"cli", "commands"},
         {"report", "reproduce", "export", "training"},
         {"guarantees", "models", "layers", "implicit"},
-        {"errors", "kernels"},
+        {"errors", "kernels", "files"},
     )
     for group, shade in zip(groups, (*COLOURS[:3], COLOURS[4]), strict=True):
         if group & set(modules):

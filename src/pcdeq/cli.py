@@ -29,6 +29,7 @@ DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
   pcdeq certify runs/demo-mnist-mini-seed0         prove what the exact network says
   pcdeq predict runs/demo-mnist-mini-seed0 seven.png
   pcdeq reproduce mnist --rows 'pcdeq-?-l-*'      tables of the paper; `pcdeq report`: a page of what there is
+  pcdeq export runs/demo-mnist-mini-seed0 --to onnx
   pcdeq list                                      all rows of the paper; `pcdeq list runs`: all of yours
 `pcdeq COMMAND --help` explains a command. On several GPUs or processes:
   torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10

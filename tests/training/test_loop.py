@@ -16,12 +16,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from pcdeq import files
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import MC, equilibrium_layers
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Interrupted, Run, load, loop, resume, train
-from pcdeq.training import run as run_module
 from pcdeq.training.loop import add_gradients
 from pcdeq.training.optim import learning_rate, make_optimizer
 from pcdeq.training.tally import Tally
@@ -147,7 +147,7 @@ class TestResume:
 
     def test_a_disk_that_was_full(self, tiny, tmp_path, monkeypatch):
         whole = train(tiny, progress="none")
-        original, calls = run_module._write_through, []
+        original, calls = files.write_through, []
 
         def full(file, content):
             calls.append(1)
@@ -155,7 +155,7 @@ class TestResume:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(file, content)
 
-        monkeypatch.setattr(run_module, "_write_through", full)
+        monkeypatch.setattr(files, "write_through", full)
         with pytest.raises(PcdeqError, match="No space left"):
             train(replace(tiny, out=tmp_path / "full"), progress="none")
         monkeypatch.undo()
@@ -196,8 +196,8 @@ import os, signal, sys
 import torch
 torch.set_num_threads(1)
 from pcdeq.cli import main
-from pcdeq.training import run
-write, calls = run._write_through, []
+from pcdeq import files
+write, calls = files.write_through, []
 def deadly(file, content):
     calls.append(file.name)
     if sum(name.endswith("training.pt") for name in calls) == 2:
@@ -205,7 +205,7 @@ def deadly(file, content):
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     write(file, content)
-run._write_through = deadly
+files.write_through = deadly
 main(sys.argv[1:])
 """
 

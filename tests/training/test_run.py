@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from pcdeq import files
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.models import Preprocessing
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Checkpoint, EpochMetrics, Run, find_runs
-from pcdeq.training import run as run_module
 
 GREY = Preprocessing((0.0,), (1.0,), ("no", "yes"))
 
@@ -242,7 +242,7 @@ class TestDiskFull:
     def test_clear_error_and_the_old_checkpoint_stays(self, tmp_path, monkeypatch, after):
         run = new_run(tmp_path / "r")
         run.save("last", checkpoint(1))
-        original, calls = run_module._write_through, []
+        original, calls = files.write_through, []
 
         def full(file, content):
             calls.append(content)
@@ -250,7 +250,7 @@ class TestDiskFull:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(file, content)
 
-        monkeypatch.setattr(run_module, "_write_through", full)
+        monkeypatch.setattr(files, "write_through", full)
         with pytest.raises(PcdeqError, match=r"No space left on device.*intact.*--resume") as caught:
             run.save("last", checkpoint(2))
         assert caught.value.exit_code == 1

@@ -10,6 +10,7 @@ from typing import Annotated, get_type_hints
 
 from tyro.conf import arg
 
+from pcdeq.commands.export import Export
 from pcdeq.commands.guarantees import Certify, Check
 from pcdeq.commands.listing import Data, List
 from pcdeq.commands.reproduction import Report, Reproduce
@@ -18,7 +19,9 @@ from pcdeq.commands.training import Evaluate, Predict, Train
 
 __all__ = ["COMMANDS", "Command", "Train"]
 
-COMMANDS: tuple[type[Command], ...] = (Train, Evaluate, Certify, Check, Predict, Reproduce, Report, List, Data)
+COMMANDS: tuple[type[Command], ...] = (
+    *(Train, Evaluate, Certify, Check, Predict, Export, Reproduce, Report, List, Data),
+)
 
 # Where None means "as the text says", tyro would add "(default: None)".
 for _command in COMMANDS:

@@ -105,7 +105,7 @@ class Reproduce:
             raise PcdeqError(f"{count}; repeat the command to retry them: {reasons}")
 
     def _write_tables(self, jobs: list[Job], datasets: tuple[str, ...]) -> None:
-        from pcdeq.report.charts import write_whole
+        from pcdeq.files import write_file
         from pcdeq.report.tables import collect, markdown_table
         from pcdeq.training import find_runs
 
@@ -117,7 +117,7 @@ class Reproduce:
             for line in lines[data]
             if (line.row.name, data) in wanted or (self.rows == "*" and data in datasets)
         ]
-        write_whole(self.runs_dir / "table.md", f"{markdown_table(entries)}\n".encode())
+        write_file(self.runs_dir / "table.md", f"{markdown_table(entries)}\n".encode())
         if self.json:
             for entry in entries:
                 print(json.dumps(entry))

@@ -67,7 +67,8 @@ class Report:
         return all(layer.holds for layer in self.layers)
 
     def __str__(self) -> str:
-        return "\n".join(f"{layer.name}: {'holds' if layer.holds else 'FAILS'}: {layer.reason}" for layer in self.layers)
+        verdict = {True: "holds", False: "FAILS"}
+        return "\n".join(f"{layer.name}: {verdict[layer.holds]}: {layer.reason}" for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -8,9 +8,11 @@ the guarantee. Sizes follow from the image, so any image that survives the pooli
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict, Unpack
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +93,7 @@ class Network(nn.Sequential):
         self.image_shape = image_shape
         self.num_classes = num_classes
         self.preprocessing: Preprocessing | None = None  # set by whoever knows the data
+        self.training_facts: dict[str, Any] | None = None  # set by whoever trained it; for the model card
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # faster convolutions
 
     @staticmethod
@@ -112,6 +115,42 @@ class Network(nn.Sequential):
                 f"{tuple(input.shape)}"
             )
         return super().forward(input)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+        """Write config.json, model.safetensors and a model card, README.md, into a folder; return the folder.
+
+        >>> import tempfile
+        >>> folder = L((8,), activation="relu6").save_pretrained(tempfile.mkdtemp())
+        >>> Network.from_pretrained(folder).deq.activation.name
+        'relu6'
+        """
+        from pcdeq.models import pretrained
+
+        return pretrained.save_pretrained(self, folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
+    ) -> Self:
+        """The network that `save_pretrained` or `push_to_hub` wrote, in evaluation mode.
+
+        Args:
+            source: a folder, or a repository on the Hugging Face Hub such as ``"owner/name"``.
+            revision: branch, tag or commit of the repository.
+            token: for a private one, where ``hf auth login`` has not been used.
+        """
+        from pcdeq.models import pretrained
+
+        network = pretrained.from_pretrained(source, revision=revision, token=token)
+        if not isinstance(network, cls):
+            raise UsageError(f"{source} holds a network {type(network).__name__}, not {cls.__name__}")
+        return network
+
+    def push_to_hub(self, repository: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """Upload what `save_pretrained` writes to the Hugging Face Hub; return the address of the repository."""
+        from pcdeq.models import pretrained
+
+        return pretrained.push_to_hub(self, repository, private=private, token=token)
 
 
 def equilibrium_layers(model: nn.Module) -> list[PcDEQ]:

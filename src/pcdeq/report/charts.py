@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from pcdeq.files import write_file
+
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 COLOURS = {"relu6": ORANGE, "tanh": BLUE, "softsign": GREEN, "sigmoid": PURPLE}
@@ -47,15 +49,7 @@ class Chart:
         writer.writeheader()
         writer.writerows({key: _short(value) for key, value in entry.items()} for entry in self.data)
         for suffix, content in (("png", picture.getvalue()), ("svg", self.svg()), ("csv", table.getvalue().encode())):
-            write_whole(folder / f"{self.name}.{suffix}", content)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that there is the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+            write_file(folder / f"{self.name}.{suffix}", content)
 
 
 def _short(value: object) -> object:

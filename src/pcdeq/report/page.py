@@ -14,7 +14,8 @@ from typing import Any
 
 from pcdeq._version import __version__
 from pcdeq.errors import PcdeqError
-from pcdeq.report.charts import Chart, write_whole
+from pcdeq.files import write_file
+from pcdeq.report.charts import Chart
 from pcdeq.report.claims import Claim, check_claims
 from pcdeq.report.curves import draw_families
 from pcdeq.report.studies import Subject, draw_studies, find_subjects
@@ -62,13 +63,10 @@ def write_report(
     if not any(run.metrics for run in runs):
         raise PcdeqError(f"{runs_dir} has no run with a complete epoch; `pcdeq reproduce` makes runs")
     content = gather(runs, runs_dir, studies=studies, data_dir=data_dir)
-    try:
-        for chart in content.charts:
-            chart.save(figures)
-        text = as_html(content) if out.suffix == ".html" else as_markdown(content, out, figures)
-        write_whole(out, text.encode())
-    except OSError as error:
-        raise PcdeqError(f"could not write the report: {error}") from error
+    for chart in content.charts:
+        chart.save(figures)
+    text = as_html(content) if out.suffix == ".html" else as_markdown(content, out, figures)
+    write_file(out, text.encode())
     ran = sum(bool(line.runs) for lines in content.tables.values() for line in lines)
     return Written(ran, len(content.charts), len(content.claims))
 

@@ -9,6 +9,7 @@ from pcdeq.errors import DataError
 from pcdeq.models import Network, Preprocessing, build, equilibrium_layers
 from pcdeq.recipes import ImageShape, ResolvedConfig
 from pcdeq.solvers import Anderson, Picard
+from pcdeq.training.facts import describe_training
 from pcdeq.training.pretrained import network_parts, read_pretrained
 from pcdeq.training.run import Run, Which
 
@@ -55,6 +56,7 @@ def load(run: str | os.PathLike[str] | Run, checkpoint: Which = "last") -> Netwo
         network.load_state_dict(run.load_weights(checkpoint))
     except RuntimeError as error:
         raise DataError(f"the weights in {run.path} do not fit its configuration: {error}") from error
+    network.training_facts = describe_training(run, checkpoint)
     return network.eval()
 
 
@@ -63,4 +65,5 @@ def _load_pretrained(name: str) -> Network:
     config, image_shape, preprocessing = network_parts(description)
     network = make_network(config.resolve(image_shape), image_shape, preprocessing)
     network.load_state_dict(tensors)
+    network.training_facts = description["facts"]
     return network.eval()

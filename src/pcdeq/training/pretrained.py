@@ -19,6 +19,7 @@ from safetensors.torch import save as save_safetensors
 from pcdeq.errors import UsageError
 from pcdeq.models import Preprocessing
 from pcdeq.recipes import TrainConfig
+from pcdeq.training.facts import describe_training
 from pcdeq.training.run import Run
 
 _SUFFIX = ".safetensors"
@@ -59,7 +60,7 @@ def pack(run: Run) -> bytes:
         "config": config,
         "data": run.description["data"],
         "epoch": len(run.metrics),
-        "accuracy": run.accuracy,
+        "facts": describe_training(run, "last"),
     }
     tensors = {name: tensor.contiguous() for name, tensor in run.load_weights().items()}
     return save_safetensors(tensors, {"format": "pt", _KEY: json.dumps(description)})

@@ -30,6 +30,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from pcdeq import files
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.models import Preprocessing
 from pcdeq.recipes import ImageShape, ResolvedConfig, TrainConfig
@@ -108,8 +109,8 @@ class Run:
         }
         try:
             run = cls(_new_folder(config))
-            _write_file(run.path / "metrics.jsonl", b"")
-            _write_file(run.path / "config.json", _to_json(description))  # last: with it there is a run
+            files.replace_file(run.path / "metrics.jsonl", b"")
+            files.replace_file(run.path / "config.json", _to_json(description))  # last: with it there is a run
         except OSError as error:
             raise PcdeqError(f"could not create the run folder: {error}") from error
         return run
@@ -198,14 +199,14 @@ class Run:
     def write(self, name: str, content: bytes) -> Path:
         """Put a file into the folder, whole or not at all; return its path."""
         with self._saving():
-            _write_file(self.path / name, content)
+            files.replace_file(self.path / name, content)
         return self.path / name
 
     def append_metrics(self, metrics: EpochMetrics) -> None:
         """Add a line, on the disk when this returns."""
         line = json.dumps(asdict(metrics), allow_nan=False) + "\n"
         with self._saving(), (self.path / "metrics.jsonl").open("ab") as file:
-            _write_through(file, line.encode())
+            files.write_through(file, line.encode())
 
     def save(self, which: Which, checkpoint: Checkpoint) -> None:
         """Replace a checkpoint; until the new one is complete on the disk, the old one stands."""
@@ -299,55 +300,26 @@ def _to_json(value: object) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _write_file(path: Path, content: bytes) -> None:
-    """Write a file so that there is either the old one or the new one, whatever happens."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            _write_through(file, content)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    temporary.replace(path)
-    _flush_folder(path.parent)
-
-
-def _replace_folder(path: Path, files: dict[str, bytes]) -> None:
+def _replace_folder(path: Path, contents: dict[str, bytes]) -> None:
     """The same for a folder of files; a non-empty folder cannot be renamed over, so the old one steps aside."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        for name, content in files.items():
+        for name, content in contents.items():
             with (temporary / name).open("wb") as file:
-                _write_through(file, content)
+                files.write_through(file, content)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _flush_folder(temporary)
+    files.flush_folder(temporary)
     if path.exists():
         shutil.rmtree(_aside(path), ignore_errors=True)
         path.replace(_aside(path))
     temporary.replace(path)
-    _flush_folder(path.parent)
+    files.flush_folder(path.parent)
     shutil.rmtree(_aside(path), ignore_errors=True)
 
 
 def _aside(path: Path) -> Path:
     return path.with_name(path.name + ".old")
-
-
-def _write_through(file: io.BufferedWriter | io.BufferedIOBase, content: bytes) -> None:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    """Make renames in a folder last through a power cut, where the system lets folders be opened."""
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,0 +1,186 @@
+"""Hand a trained network on: to ONNX, to torch.export, to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from pcdeq.commands.shared import Flag, RunFolder, Which
+from pcdeq.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pcdeq.export import Agreement, Plan
+    from pcdeq.models import Network
+    from pcdeq.training import Run
+
+SUFFIX = {"onnx": ".onnx", "torch-export": ".pt2"}
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a trained network for others: an ONNX file, a torch.export program, a folder for the Hugging Face Hub.
+
+    A file takes float32 pixels in [0, 1] (n, channels, height, width): the normalisation is inside. Its metadata hold
+    the names of the classes and how far its logits may be from those of the exact equilibrium network: proved (T4),
+    where the network has sigmoid or a floor under its input, else measured on training images, and marked so. Before it
+    is written it is run on test images and compared with PyTorch.
+    """
+
+    folder: RunFolder
+    """Run folder, as `pcdeq list runs` shows it."""
+    to: Literal["onnx", "torch-export", "hub"] = "onnx"
+    """onnx: for onnxruntime; torch-export: for torch.export.load; hub: a folder for from_pretrained, with a card."""
+    form: Literal["fixed", "loop"] = "fixed"
+    """fixed: so many steps for every picture; loop: each until its residual is small; a second output says if it is."""
+    error: float | None = None
+    """Fixed form: how far a logit may be off; the number of steps follows. (default: 0.01)"""
+    steps: int | None = None
+    """Fixed form: the number of steps instead; the error follows."""
+    tol: float | None = None
+    """Loop form: the relative residual, in the largest component, at which a picture is done. (default: 1e-4)"""
+    max_steps: int | None = None
+    """Loop form: the steps after which a picture is given up. (default: 200)"""
+    calibration: int = 500
+    """So many training images to measure the error on, where it cannot be proved."""
+    compare: int = 1000
+    """So many test images to compare with PyTorch on; 0 writes without looking."""
+    out: Annotated[Path | None, arg(aliases=["-o"])] = None
+    """File to write, or folder for the Hub. (default: model.onnx, model.pt2 or hub in the run folder)"""
+    push_to: str | None = None
+    """Upload to this repository on the Hub too, such as me/digits; with --to hub."""
+    checkpoint: Which = "last"
+    """last, or best, which exists if there was a validation split."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: as in training)"""
+    json: Flag = False
+    """Print a JSON object, for programs."""
+
+    def run(self) -> None:
+        """Export and say what was written."""
+        self._check()
+        from pcdeq.training import Run, load
+
+        run = Run.open(self.folder)
+        model = load(run, self.checkpoint)
+        result = self._to_hub(run, model) if self.to == "hub" else self._to_file(run, model)
+        if self.json:
+            print(json.dumps(result))
+        else:
+            for line in _as_text(result):
+                print(line)
+
+    def _check(self) -> None:
+        own = {
+            "form fixed": ("error", "steps"),
+            "form loop": ("tol", "max_steps"),
+            "to hub": ("push_to",),
+        }
+        chosen = "to hub" if self.to == "hub" else f"form {self.form}"
+        for choice, names in own.items():
+            for name in names:
+                if choice != chosen and getattr(self, name) is not None:
+                    raise UsageError(f"--{name.replace('_', '-')} belongs to --{choice}, not to --{chosen}")
+        if self.error is not None and self.steps is not None:
+            raise UsageError("give either --error or --steps: each decides the other")
+        if self.to == "torch-export" and self.form == "loop":
+            raise UsageError("a torch.export program has a fixed number of steps: --form loop is for --to onnx")
+        for name in ("calibration", "compare"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    def _to_hub(self, run: Run, model: Network) -> dict[str, Any]:
+        folder = self.out or run.path / "hub"
+        model.save_pretrained(folder)
+        result = {"to": "hub", "out": str(folder)}
+        if self.push_to is not None:
+            result["pushed_to"] = model.push_to_hub(self.push_to)
+        return result
+
+    def _to_file(self, run: Run, model: Network) -> dict[str, Any]:
+        from pcdeq.export import compare, describe, open_exported, plan_export, require_agreement
+        from pcdeq.export.program import ERROR, MAX_STEPS, TOL, check_options, render, require_onnx
+        from pcdeq.files import write_file
+
+        assert self.to != "hub"
+        if self.to == "onnx":
+            require_onnx("onnx", "onnxscript", *(["onnxruntime"] if self.compare else []))
+        options: dict[str, Any] = {
+            "error": ERROR if self.error is None else self.error,
+            "steps": self.steps,
+            "tol": TOL if self.tol is None else self.tol,
+            "max_steps": MAX_STEPS if self.max_steps is None else self.max_steps,
+        }
+        check_options(self.form, **options)  # before data are fetched
+        training, test = self._images(run)
+        plan = plan_export(model, self.form, calibration=training, **options)
+        metadata = describe(plan, model, row=run.config.row, data=run.config.data, test_accuracy=run.accuracy)
+        out = self.out or run.path / f"model{SUFFIX[self.to]}"
+        content, agreement = render(plan, self.to, metadata), None
+        if test is not None:
+            agreement = compare(model, open_exported(content), test)
+            require_agreement(agreement, plan)
+        write_file(out, content)
+        return _summary(self.to, self.form, out, plan, agreement)
+
+    def _images(self, run: Run) -> tuple[Tensor | None, Tensor | None]:
+        """Pixels of some training and some test images, each spread over its split."""
+        if not self.calibration and not self.compare:
+            return None, None
+        import torch
+
+        from pcdeq.data import load_dataset
+
+        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
+
+        def some(images: Tensor, count: int) -> Tensor | None:
+            chosen = torch.linspace(0, len(images) - 1, min(count, len(images))).long()
+            return images[chosen].float() / 255 if count else None
+
+        return some(dataset.train.images, self.calibration), some(dataset.test.images, self.compare)
+
+
+def _summary(to: str, form: str, out: Path, plan: Plan, agreement: Agreement | None) -> dict[str, Any]:
+    return {
+        "to": to,
+        "form": form,
+        "out": str(out),
+        "bytes": out.stat().st_size,
+        "steps": plan.steps,
+        "error": plan.error,
+        "basis": plan.basis,
+        "measured": plan.measured,
+        "compared": None if agreement is None else asdict(agreement),
+    }
+
+
+def _error(result: dict[str, Any]) -> str:
+    if result["measured"] is None:
+        return f"at most {result['error']:.3g} in a logit, {result['basis']}"
+    return f"{result['measured']:.3g} in a logit, {result['basis']}; {result['error']:.3g} is allowed for others"
+
+
+def _as_text(result: dict[str, Any]) -> list[str]:
+    if result["to"] == "hub":
+        lines = [f"written         {result['out']}: config.json, model.safetensors, README.md"]
+        lines.append(f"load with       pcdeq.models.Network.from_pretrained({result['out']!r})")
+        return lines + ([f"uploaded        {result['pushed_to']}"] if "pushed_to" in result else [])
+    steps = result["steps"]
+    lines = [
+        f"written         {result['out']} ({result['bytes'] / 1e6:.2f} MB)",
+        f"steps           {'until the residual is small' if steps is None else ', '.join(map(str, steps))}",
+        f"error           {_error(result)}",
+    ]
+    if (seen := result["compared"]) is not None:
+        lines += [
+            f"compared        {seen['same_class']:,} of {seen['images']:,} test images: class as in PyTorch",
+            f"                largest difference of a logit: {seen['difference']:.3g} from the exact network, "
+            f"{seen['from_torch']:.3g} from PyTorch's",
+            f"speed           {seen['speed']:.2f} times that of pcdeq.freeze in PyTorch, all images at once",
+        ]
+    return lines

@@ -1,0 +1,102 @@
+"""An exported file put to the test: what it says, and how fast, next to the network that it was made from."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcdeq.errors import PcdeqError
+from pcdeq.export.program import Plan, require_onnx
+from pcdeq.export.truncation import exact_logits
+from pcdeq.models import Network, freeze
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How an exported network compares with its original on some images.
+
+    Attributes:
+        images: how many.
+        same_class: for how many the class is that of the network in PyTorch.
+        difference: the largest difference of a logit from the exact network's, which the bound is about.
+        from_torch: the same from the network in PyTorch with its own solver's tolerance.
+        speed: PyTorch's time over that of the file, for all these images at once; above 1 the file is faster.
+    """
+
+    images: int
+    same_class: int
+    difference: float
+    from_torch: float
+    speed: float
+
+
+class OnnxFile:
+    """An ONNX file, or its content, in onnxruntime, called like a module."""
+
+    def __init__(self, source: str | Path | bytes) -> None:
+        runtime = require_onnx("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        self.session = runtime.InferenceSession(
+            source if isinstance(source, bytes) else str(source), options, providers=["CPUExecutionProvider"]
+        )
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the file says about itself."""
+        return dict(self.session.get_modelmeta().custom_metadata_map)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return torch.from_numpy(self.outputs(pixels)[0])
+
+    def outputs(self, pixels: Tensor) -> list[Any]:
+        """All of them, as arrays."""
+        return self.session.run(None, {"pixels": pixels.numpy()})
+
+
+def open_exported(content: bytes) -> Any:
+    """A function from pixels to logits, from the content of a file of either kind."""
+    is_zip = content.startswith(b"PK")  # as programs of torch.export are
+    return torch.export.load(io.BytesIO(content)).module() if is_zip else OnnxFile(content)
+
+
+@torch.no_grad()
+def compare(model: Network, exported: Any, pixels: Tensor) -> Agreement:
+    """Run both on the same images."""
+    fast = freeze(model)
+    inputs = pixels if model.preprocessing is None else model.preprocessing(255 * pixels)
+    ours, theirs = fast(inputs), exported(pixels)
+    # Interleaved, so that a busy machine slows both.
+    times = [(_seconds(fast, inputs), _seconds(exported, pixels)) for _ in range(ROUNDS)]
+    return Agreement(
+        images=len(pixels),
+        same_class=int((ours.argmax(1) == theirs.argmax(1)).sum()),
+        difference=float((theirs - exact_logits(model, pixels)).abs().max()),
+        from_torch=float((theirs - ours).abs().max()),
+        speed=median(ours for ours, _ in times) / median(theirs for _, theirs in times),
+    )
+
+
+def require_agreement(agreement: Agreement, plan: Plan) -> None:
+    """Refuse a file that does not keep its word."""
+    if not agreement.difference <= plan.error:
+        raise PcdeqError(
+            f"on {agreement.images} test images a logit is off by {agreement.difference:.3g}, more than "
+            f"{plan.error:.3g} ({plan.basis}); nothing was written: allow a larger --error (float32 rounds at about "
+            "1e-5) or raise --calibration"
+        )
+
+
+def _seconds(function: Any, argument: Tensor) -> float:
+    start = time.perf_counter()
+    function(argument)
+    return time.perf_counter() - start

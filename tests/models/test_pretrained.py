@@ -1,0 +1,249 @@
+"""Networks in the Hugging Face manner: they come back as they were, and nothing else comes in."""
+
+from __future__ import annotations
+
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+import pcdeq
+from pcdeq.errors import DataError, PcdeqError, UsageError
+from pcdeq.models import MC, SC, L, Network, Preprocessing, equilibrium_layers
+from pcdeq.models.card import model_card
+from pcdeq.recipes import TrainConfig
+from pcdeq.training import Run, load, train
+
+GREY = Preprocessing(mean=(0.5,), std=(0.25,), classes=tuple("0123456789"))
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError("tests do not use the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    config = TrainConfig("pcdeq-1-l-tanh", epochs=1, channels=(8,), out=tmp_path_factory.mktemp("run"), device="cpu")
+    return train(config, progress="none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels", "options"),
+    [
+        (L, (6,), {"activation": "relu6", "solver": pcdeq.Picard(tol=1e-6, max_steps=7, stop="batch")}),
+        (SC, (3,), {"activation": "sigmoid", "warm_start": False, "weight_norm": False, "gradient": "phantom"}),
+        (MC, (2, 3, 4), {"activation": "softsign", "floor": 0.25, "adjoint_solver": pcdeq.Picard(tol=1e-3)}),
+    ],
+)
+def test_round_trip(kind, channels, options, tmp_path):
+    model = kind(channels, **options)
+    model(torch.rand(16, 1, 28, 28)).sum().backward()  # batch norms and warm starts have learned something
+    model.eval().preprocessing = GREY
+    folder = model.save_pretrained(tmp_path / "new")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    copy = Network.from_pretrained(folder)
+    assert type(copy) is kind and not copy.training
+    assert copy.preprocessing == GREY
+    for ours, theirs in zip(equilibrium_layers(model), equilibrium_layers(copy), strict=True):
+        for name in ("solver", "adjoint_solver", "floor", "gradient", "gradient_steps", "activation"):
+            assert getattr(ours, name) == getattr(theirs, name)
+    images = torch.rand(5, 1, 28, 28)
+    with torch.no_grad():
+        assert copy(images).equal(model(images))  # bit for bit
+
+
+def test_of_a_run_with_its_card(run, tmp_path):
+    model = load(run)
+    folder = model.save_pretrained(tmp_path)
+    copy = L.from_pretrained(str(folder))
+    images = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
+    assert copy(copy.preprocessing(images)).equal(model(run.preprocessing(images)))
+    assert copy.training_facts == model.training_facts
+    assert copy.save_pretrained(tmp_path / "again").joinpath("README.md").read_text() == model_card(model)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "pcdeq"
+    (result,) = card.data.eval_results
+    assert result.metric_value == pytest.approx(run.accuracy, abs=0.005)
+    assert f"| test accuracy | {run.accuracy:.2f} % |" in card.text
+    assert "| epochs | 1 |" in card.text and "| seed | 0 |" in card.text
+    assert "pcDEQ-1" in card.text and "rate is known" not in card.text
+
+
+def test_the_code_of_a_card_runs(run, tmp_path):
+    folder = load(run).save_pretrained(tmp_path)
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {"images": torch.zeros(2, 1, 28, 28, dtype=torch.uint8)}
+    exec(code.replace("this folder, or owner/name on the Hub", str(folder)), names)
+    assert names["logits"].shape == (2, 10)
+
+
+class TestCard:
+    def test_the_rate_is_told_where_there_is_one(self):
+        assert "8 steps bring it below 1e-4" in model_card(L((4,), activation="sigmoid"))
+
+    def test_nothing_is_invented(self):
+        assert "## Training" not in model_card(L((4,)))
+
+    def test_no_place_of_this_machine_is_told(self, run, tmp_path):
+        command = [
+            "/home/me/bin/pcdeq",
+            "train",
+            "demo",
+            "--data",
+            "/home/me/cats",
+            "--out",
+            "/home/me/x",
+            "--lr",
+            "0.1",
+        ]
+        description = run.description | {"command": [*command, "--json"]}
+        description["config"] = description["config"] | {"out": "/home/me/x"}
+        folder = tmp_path / "r"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(description))
+        (folder / "metrics.jsonl").write_text((run.path / "metrics.jsonl").read_text())
+        (folder / "last").symlink_to(run.path.resolve() / "last")
+        saved = load(Run.open(folder)).save_pretrained(tmp_path / "saved")
+        text = (saved / "README.md").read_text() + (saved / "config.json").read_text()
+        assert "`pcdeq train demo --data cats --lr 0.1`" in text
+        assert "/home/me" not in text
+
+    @pytest.mark.parametrize(("epoch", "told"), [(1, True), (2, False)])
+    def test_what_was_proved_is_told(self, run, epoch, told):
+        summary = run.path / "summary.json"
+        summary.write_text(json.dumps({"epoch": epoch, "certified": 998, "certified_of": 1000}))
+        try:
+            assert ("| predictions proved | 998 of 1,000 test images |" in model_card(load(run))) is told
+        finally:
+            summary.unlink()
+
+    def test_lost_metrics_do_not_keep_a_network_from_loading(self, run, tmp_path):
+        folder = tmp_path / "r"
+        folder.mkdir()
+        (folder / "config.json").write_text((run.path / "config.json").read_text())
+        (folder / "last").symlink_to(run.path.resolve() / "last")
+        assert load(folder).training_facts["test_accuracy"] is None
+
+
+class TestRefused:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return L((4,)).save_pretrained(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"model_type": "bert"}, "not the configuration of a pcdeq network"),
+            ({"topology": "xl"}, "xl"),
+            ({"channels": [4, 5]}, "channels"),
+            ({"channels": [5]}, "weights of this network"),
+            ({"extra": 1}, "extra"),
+            ({"layers": {}}, "activation"),
+            ({"layers": None}, "does not describe"),
+            ({"preprocessing": {"mean": [0.0]}}, "std"),
+            ({"num_classes": "ten"}, "does not describe"),
+        ],
+    )
+    def test_a_configuration_that_is_wrong(self, folder, change, message):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(DataError, match=message):
+            Network.from_pretrained(folder)
+
+    @pytest.mark.parametrize("name", ["os.system", "Solver"])
+    def test_a_solver_that_is_none(self, folder, name):
+        config = json.loads((folder / "config.json").read_text())
+        config["layers"]["solver"]["name"] = name
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(DataError, match="does not describe"):
+            Network.from_pretrained(folder)
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+    def test_broken_files(self, folder, name):
+        (folder / name).write_bytes(b"{ half")
+        with pytest.raises(DataError, match=name):
+            Network.from_pretrained(folder)
+
+    def test_a_run_folder_is_recognised(self, run):
+        with pytest.raises(DataError, match=r"pcdeq\.load"):
+            Network.from_pretrained(run.path)
+
+    def test_another_topology(self, folder):
+        with pytest.raises(UsageError, match="a network L, not MC"):
+            MC.from_pretrained(folder)
+
+    @pytest.mark.parametrize("source", ["nowhere", "a/b/c", "../x"])
+    def test_no_such_folder(self, source):
+        with pytest.raises(UsageError, match="neither a folder"):
+            Network.from_pretrained(source)
+
+    def test_what_is_code_is_not_saved(self, tmp_path):
+        own = pcdeq.Activation("own", lambda y: 1 - torch.exp2(-y), supremum=1.0)
+        for model in (L((4,), activation=own), L((4,), injection=torch.nn.functional.softplus)):
+            with pytest.raises(UsageError, match="cannot be saved"):
+                model.save_pretrained(tmp_path / "x")
+        model = MC((2, 3, 4))
+        model.deq2.floor = 0.5
+        with pytest.raises(UsageError, match="different settings"):
+            model.save_pretrained(tmp_path / "x")
+        assert not (tmp_path / "x").exists()
+
+
+class FakeHub:
+    """What pcdeq uses of the Hub, on a dict."""
+
+    repositories: dict[str, dict[str, bytes]]
+
+    def __init__(self, token=None):
+        assert token in (None, "secret")
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        assert exist_ok
+        self.repositories.setdefault(repo_id, {})
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        from pathlib import Path
+
+        assert "pcdeq" in commit_message
+        self.repositories[repo_id] |= {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+
+
+class TestHub:
+    @pytest.fixture
+    def hub(self, monkeypatch, tmp_path):
+        FakeHub.repositories = {}
+
+        def download(repository, name, *, revision, token):
+            path = tmp_path / name
+            path.write_bytes(FakeHub.repositories[repository][name])
+            return str(path)
+
+        monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        return FakeHub
+
+    def test_there_and_back(self, hub):
+        model = L((4,)).eval()
+        assert model.push_to_hub("me/digits", private=True, token="secret") == "https://huggingface.co/me/digits"
+        assert set(hub.repositories["me/digits"]) == {"config.json", "model.safetensors", "README.md"}
+        images = torch.rand(2, 1, 28, 28)
+        assert Network.from_pretrained("me/digits", revision="main")(images).equal(model(images))
+
+    def test_what_goes_wrong_there_is_one_line(self, hub, monkeypatch):
+        with pytest.raises(DataError, match="owner/other is no folder here"):
+            Network.from_pretrained("owner/other")
+
+        def fail(*arguments, **options):
+            raise RuntimeError("401 Client Error\nfor a token")
+
+        monkeypatch.setattr(hub, "create_repo", fail)
+        with pytest.raises(PcdeqError, match=r"could not upload to me/digits: 401 Client Error$"):
+            L((4,)).push_to_hub("me/digits")
+        with pytest.raises(UsageError, match="owner/name"):
+            L((4,)).push_to_hub("digits")

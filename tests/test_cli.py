@@ -131,7 +131,8 @@ class TestCommands:
         for part in ("test accuracy", "forward", "backward", "unconverged", f"saved in        {path}"):
             assert part in text
         names = {entry.name for entry in Path(path).iterdir()}
-        assert names == {"config.json", "metrics.jsonl", "last", "curves.png", "steps.png", "errors-mnist-mini.png"}
+        pictures = {"curves.png", "steps.png", "errors-mnist-mini.png"}
+        assert names == {"config.json", "metrics.jsonl", "summary.json", "last", *pictures}
 
         assert main(["list", "runs"]) == 0
         assert f"{path}  pcdeq-1-l-tanh  mnist-mini  2/2" in capsys.readouterr().out

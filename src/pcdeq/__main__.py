@@ -1,7 +1,6 @@
 """``python -m pcdeq``, which is also what ``torchrun -m pcdeq`` runs."""
 
-import sys
+from pcdeq.cli import leave, main
 
-from pcdeq.cli import main
-
-sys.exit(main())
+if __name__ == "__main__":
+    leave(main())

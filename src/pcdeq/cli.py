@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, NoReturn, Union
 
 import tyro
 
@@ -28,6 +28,7 @@ DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
   pcdeq evaluate runs/demo-mnist-mini-seed0
   pcdeq certify runs/demo-mnist-mini-seed0         prove what the exact network says
   pcdeq predict runs/demo-mnist-mini-seed0 seven.png
+  pcdeq reproduce mnist --rows 'pcdeq-?-l-*'      tables of the paper; `pcdeq report`: a page of what there is
   pcdeq list                                      all rows of the paper; `pcdeq list runs`: all of yours
 `pcdeq COMMAND --help` explains a command. On several GPUs or processes:
   torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10
@@ -54,6 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code.
+
+    One of several processes ends at once: the threads of torch's process group outlive it, and one that still runs
+    when the interpreter is taken apart aborts the process ("terminate called without an active exception").
+    """
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -98,7 +112,3 @@ def _one_line(box: str) -> str:
 def _complain(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         print(f"pcdeq: {' '.join(message.split())}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

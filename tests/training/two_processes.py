@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from pcdeq.cli import main
+from pcdeq.cli import leave, main
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import equilibrium_layers
 from pcdeq.training.loop import add_gradients
@@ -48,4 +48,4 @@ def save_gradients(folder: Path) -> None:
 
 if __name__ == "__main__":
     save_gradients(Path(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    leave(main(sys.argv[2:]))

@@ -12,12 +12,13 @@ from tyro.conf import arg
 
 from pcdeq.commands.guarantees import Certify, Check
 from pcdeq.commands.listing import Data, List
+from pcdeq.commands.reproduction import Report, Reproduce
 from pcdeq.commands.shared import Command
 from pcdeq.commands.training import Evaluate, Predict, Train
 
 __all__ = ["COMMANDS", "Command", "Train"]
 
-COMMANDS: tuple[type[Command], ...] = (Train, Evaluate, Certify, Check, Predict, List, Data)
+COMMANDS: tuple[type[Command], ...] = (Train, Evaluate, Certify, Check, Predict, Reproduce, Report, List, Data)
 
 # Where None means "as the text says", tyro would add "(default: None)".
 for _command in COMMANDS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pcdeq.commands.shared import Flag, RunFolder, print_table, spread
+from pcdeq.commands.shared import Flag, RunFolder, print_table
 from pcdeq.errors import PcdeqError, UsageError
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ class Certify:
         from pcdeq.data import load_dataset
         from pcdeq.guarantees.certify import certify, robustness_curve
         from pcdeq.report import figures
-        from pcdeq.training import Run, load
+        from pcdeq.training import Run, load, spread
 
         if self.images is not None and self.images < 1:
             raise UsageError(f"images must be at least 1, got {self.images}")
         run = Run.open(self.folder)
         dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
-        network, chosen = load(run), spread(dataset, self.images)
+        network, chosen = load(run), spread(len(dataset.test), self.images)
         images, labels = run.preprocessing(dataset.test.images[chosen]), dataset.test.labels[chosen]
         scale = run.preprocessing
         certificate = certify(network, images, radius=scale.scaled(self.radius), limits=scale.limits())

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Device, Flag, RunFolder, Which, certify_run
+from pcdeq.commands.shared import Device, Flag, RunFolder, Which
 from pcdeq.errors import UsageError
 from pcdeq.recipes import TrainConfig, find_row
 
 if TYPE_CHECKING:
-    from pcdeq.guarantees.certify import Certificate
-    from pcdeq.training import Evaluation, Run
-
-CERTIFIED_AFTER_TRAINING = 1_000  # test images; `pcdeq certify` takes them all
-
+    from pcdeq.training import Run, Summary
 
 @dataclass(frozen=True)
 class Train(TrainConfig):
@@ -35,7 +31,7 @@ class Train(TrainConfig):
     def run(self) -> None:
         """Train, draw the figures and say how it went."""
         from pcdeq.report import figures
-        from pcdeq.training import evaluate, resume, train
+        from pcdeq.training import evaluate, resume, summarise, train
 
         progress = "json" if self.json else "auto"
         if self.resume is None:
@@ -46,10 +42,9 @@ class Train(TrainConfig):
         if os.environ.get("RANK", "0") != "0":
             return  # one process speaks for all
         evaluation, dataset = evaluate(run, quiet=True)
-        certificate = certify_run(run, dataset, CERTIFIED_AFTER_TRAINING)
         pictures = [*figures.draw_run(run), figures.draw_evaluation(run, evaluation, dataset)]
-        summary = summarise(run, evaluation, certificate, pictures)
-        print(json.dumps(summary) if self.json else _as_text(summary))
+        result = describe(run, summarise(run, dataset), pictures)
+        print(json.dumps(result) if self.json else _as_text(result))
 
     def _config(self) -> TrainConfig:
         return TrainConfig(**{item.name: getattr(self, item.name) for item in fields(TrainConfig)})
@@ -65,40 +60,44 @@ class Train(TrainConfig):
         return given
 
 
-def summarise(run: Run, evaluation: Evaluation, certificate: Certificate, pictures: list[Path]) -> dict[str, Any]:
+def describe(run: Run, summary: Summary, pictures: list[Path]) -> dict[str, Any]:
     """How a run ended, in the order in which people ask."""
     last, config = run.metrics[-1], run.config
     row = find_row(config.row, config.data, run.image_shape[0])
-    summary = {
+    result = {
         "accuracy": last.test_accuracy,
-        "test_images": len(evaluation.labels),
+        "test_images": summary.test_images,
         "forward_steps": list(last.forward_steps),
         "backward_steps": list(last.backward_steps),
         "unconverged": last.unconverged,
-        "certified": int(certificate.proved.sum()),
-        "certified_of": len(certificate.proved),
+        "certified": summary.certified,
+        "certified_of": summary.certified_of,
         "seconds": sum(line.seconds for line in run.metrics),
         "run": str(run.path),
         "figures": [str(picture) for picture in pictures],
     }
     if row.dataset == config.data and row.accuracy is not None:
-        summary["published"] = row.accuracy
-    return summary
+        result["published"] = row.accuracy
+    return result
 
 
-def _as_text(summary: dict[str, Any]) -> str:
-    lines = [f"test accuracy   {summary['accuracy']:.2f} % of {summary['test_images']:,} images, after the last epoch"]
-    if "published" in summary:
-        lines.append(f"published       {summary['published']} %, the mean of five runs")
-    steps = [sum(summary[name]) / len(summary[name]) for name in ("forward_steps", "backward_steps")]
+def _as_text(result: dict[str, Any]) -> str:
+    lines = [f"test accuracy   {result['accuracy']:.2f} % of {result['test_images']:,} images, after the last epoch"]
+    if "published" in result:
+        lines.append(f"published       {result['published']} %, the mean of five runs")
+    if result["forward_steps"]:
+        steps = [sum(result[name]) / len(result[name]) for name in ("forward_steps", "backward_steps")]
+        lines.append(f"steps           {steps[0]:.1f} forward, {steps[1]:.1f} backward per solve")
+        lines.append(f"unconverged     {result['unconverged']:,} of the last epoch's solves")
+    if result["certified"] is not None:
+        lines.append(
+            f"certified       {result['certified']:,} of {result['certified_of']:,} predictions: proved to be those of "
+            "the exact equilibrium network"
+        )
     lines += [
-        f"steps           {steps[0]:.1f} forward, {steps[1]:.1f} backward per solve",
-        f"unconverged     {summary['unconverged']:,} of the last epoch's solves",
-        f"certified       {summary['certified']:,} of {summary['certified_of']:,} predictions: proved to be those of "
-        "the exact equilibrium network",
-        f"training time   {summary['seconds']:.0f} s",
-        f"saved in        {summary['run']} ({', '.join(Path(name).name for name in summary['figures'])})",
-        f"next            pcdeq predict {summary['run']} PICTURE",
+        f"training time   {result['seconds']:.0f} s",
+        f"saved in        {result['run']} ({', '.join(Path(name).name for name in result['figures'])})",
+        f"next            pcdeq predict {result['run']} PICTURE",
     ]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from pcdeq.training.evaluation import Evaluation, evaluate
 from pcdeq.training.loading import load
 from pcdeq.training.loop import Interrupted, resume, train
 from pcdeq.training.run import Checkpoint, EpochMetrics, Run, find_runs
+from pcdeq.training.summary import Summary, read_summary, spread, summarise
 
 __all__ = [
     "Checkpoint",
@@ -11,9 +12,13 @@ __all__ = [
     "Evaluation",
     "Interrupted",
     "Run",
+    "Summary",
     "evaluate",
     "find_runs",
     "load",
+    "read_summary",
     "resume",
+    "spread",
+    "summarise",
     "train",
 ]

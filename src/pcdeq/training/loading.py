@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pcdeq.errors import DataError
 from pcdeq.models import Network, Preprocessing, build, equilibrium_layers
 from pcdeq.recipes import ImageShape, ResolvedConfig
 from pcdeq.solvers import Anderson, Picard
+from pcdeq.training.pretrained import network_parts, read_pretrained
 from pcdeq.training.run import Run, Which
 
 _SOLVERS = {"default": None, "paper": Picard(stop="batch"), "picard": Picard(), "anderson": Anderson()}
@@ -33,23 +35,32 @@ def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing:
 
 
 def load(run: str | os.PathLike[str] | Run, checkpoint: Which = "last") -> Network:
-    """The trained network of a run, in evaluation mode.
+    """A trained network, in evaluation mode: that of a run folder, or one that ships with the package, by its name.
 
     Its ``preprocessing`` turns uint8 images into its input and names its classes:
 
-    >>> import tempfile, torch, pcdeq.training
-    >>> from pcdeq.recipes import TrainConfig
-    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=1, channels=(8,), out=tempfile.mkdtemp())
-    >>> run = pcdeq.training.train(config, progress="none")
-    >>> model = load(run)  # or load("runs/...")
+    >>> import torch
+    >>> model = load("pcdeq-1-l-tanh-mnist")  # or load("runs/...")
     >>> images = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
     >>> model(model.preprocessing(images)).shape, model.preprocessing.classes[:3]
     (torch.Size([2, 10]), ('0', '1', '2'))
     """
-    run = run if isinstance(run, Run) else Run.open(run)
+    if not isinstance(run, Run):
+        path = Path(run)
+        if not (path / "config.json").is_file() and len(path.parts) == 1 and not path.exists():
+            return _load_pretrained(str(path))
+        run = Run.open(path)
     network = make_network(run.config, run.image_shape, run.preprocessing)
     try:
         network.load_state_dict(run.load_weights(checkpoint))
     except RuntimeError as error:
         raise DataError(f"the weights in {run.path} do not fit its configuration: {error}") from error
+    return network.eval()
+
+
+def _load_pretrained(name: str) -> Network:
+    description, tensors = read_pretrained(name)
+    config, image_shape, preprocessing = network_parts(description)
+    network = make_network(config.resolve(image_shape), image_shape, preprocessing)
+    network.load_state_dict(tensors)
     return network.eval()

@@ -46,7 +46,7 @@ class Interrupted(KeyboardInterrupt):
         self.run = run
 
 
-def train(config: TrainConfig | None = None, *, progress: ProgressKind = "auto") -> Run:
+def train(config: TrainConfig | None = None, *, progress: ProgressKind | Display = "auto") -> Run:
     """Train a network and return its run folder, which holds everything.
 
     >>> import tempfile
@@ -55,7 +55,7 @@ def train(config: TrainConfig | None = None, *, progress: ProgressKind = "auto")
     >>> run.accuracy > 50, len(run.metrics)
     (True, 1)
     """
-    session = open_session(config or TrainConfig(), quiet=progress in ("json", "none"))
+    session = open_session(config or TrainConfig(), quiet=_is_quiet(progress))
     path = ""
     if session.accelerator.is_main_process:
         path = str(Run.create(session.config, session.preprocessing, session.network.image_shape).path)
@@ -68,7 +68,7 @@ def resume(
     epochs: int | None = None,
     device: Device | None = None,
     data_dir: Path | None = None,
-    progress: ProgressKind = "auto",
+    progress: ProgressKind | Display = "auto",
 ) -> Run:
     """Go on with a run from its last complete epoch, as if it had never stopped.
 
@@ -91,7 +91,7 @@ def resume(
         raise UsageError(f"the rise of the radius was planned for {config.epochs} epochs; they cannot be changed")
     changes = {"epochs": epochs, "device": device, "data_dir": data_dir}
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
-    session = open_session(config, run, quiet=progress in ("json", "none"))
+    session = open_session(config, run, quiet=_is_quiet(progress))
     done, best = 0, None
     if run.has("last"):
         checkpoint = run.load("last")
@@ -102,7 +102,7 @@ def resume(
     return _fit(session, run, done, best, progress)
 
 
-def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progress: ProgressKind) -> Run:
+def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progress: ProgressKind | Display) -> Run:
     """Train the epochs that are left, saving each."""
     config, main = session.config, session.accelerator.is_main_process
     display = make_display(progress, config) if main else Silence()
@@ -131,6 +131,11 @@ def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progr
         display.stop()
         session.accelerator.end_training()
     return run
+
+
+def _is_quiet(progress: ProgressKind | Display) -> bool:
+    """Whether nobody watches the terminal."""
+    return progress in ("json", "none") or not isinstance(progress, str)
 
 
 def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:

@@ -124,8 +124,10 @@ class Bar(Silence):
         return f"{min(self.epochs, images_done // self.per_epoch + 1)}/{self.epochs}"
 
 
-def make_display(kind: ProgressKind, config: ResolvedConfig) -> Display:
+def make_display(kind: ProgressKind | Display, config: ResolvedConfig) -> Display:
     """The display of this kind; ``auto`` draws a bar on a terminal and prints lines elsewhere."""
+    if not isinstance(kind, str):
+        return kind
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "lines"
     if kind == "bar":

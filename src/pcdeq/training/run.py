@@ -2,6 +2,7 @@
 
     config.json     the resolved configuration, the data's normalisation, versions, git commit
     metrics.jsonl   a line per epoch
+    summary.json    what was measured of the network when training had ended
     last/           model.safetensors and training.pt, both of the last complete epoch
     best/           the same for the epoch with the best validation accuracy, if there is a validation split
 
@@ -107,8 +108,8 @@ class Run:
         }
         try:
             run = cls(_new_folder(config))
-            _write_file(run.path / "config.json", _to_json(description))
             _write_file(run.path / "metrics.jsonl", b"")
+            _write_file(run.path / "config.json", _to_json(description))  # last: with it there is a run
         except OSError as error:
             raise PcdeqError(f"could not create the run folder: {error}") from error
         return run
@@ -269,7 +270,7 @@ def find_runs(folder: Path = RUNS) -> list[Run]:
 
 def _new_folder(config: ResolvedConfig) -> Path:
     if config.out is not None:
-        if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        if config.out.exists() and not _is_free(config.out):
             raise UsageError(
                 f"{config.out} exists and is not empty; choose another --out, or continue the run in it "
                 f"with `pcdeq train --resume {config.out}`"
@@ -285,6 +286,13 @@ def _new_folder(config: ResolvedConfig) -> Path:
             return path
         except FileExistsError:
             number += 1
+
+
+def _is_free(path: Path) -> bool:
+    """Whether it is a folder with nothing in it but what a run leaves that was killed as it began."""
+    return path.is_dir() and all(
+        file.suffix == ".tmp" or (file.name == "metrics.jsonl" and file.stat().st_size == 0) for file in path.iterdir()
+    )
 
 
 def _to_json(value: object) -> bytes:

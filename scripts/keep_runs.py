@@ -1,0 +1,43 @@
+"""Keep runs in the repository: ``python scripts/keep_runs.py RUNS_DIR [PATTERN]``.
+
+What tables and figures are made of (config.json, metrics.jsonl, summary.json) goes to results/runs, and the weights of
+first seeds, if they are of a row of the paper with the usual solver, into the package, where `pcdeq.load` finds them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from pcdeq.training import Run, find_runs, read_summary, summarise
+from pcdeq.training.pretrained import pack
+
+ROOT = Path(__file__).parents[1]
+
+
+def main(runs_dir: str, pattern: str = "*") -> None:
+    for run in find_runs(Path(runs_dir)):
+        if not run.path.match(pattern) or not run.metrics:
+            continue
+        if read_summary(run) is None and run.has("last"):
+            summarise(run)
+        kept = ROOT / "results" / "runs" / run.path.name
+        kept.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "metrics.jsonl", "summary.json"):
+            shutil.copy(run.path / name, kept / name)
+        if ships(run):
+            name = f"{run.config.row}-{run.config.data}.safetensors"
+            (ROOT / "src" / "pcdeq" / "weights" / name).write_bytes(pack(run))
+        print(run.path.name, run.accuracy, "with weights" if ships(run) else "")
+
+
+def ships(run: Run) -> bool:
+    """Whether the package carries its weights."""
+    config = run.config
+    usual = config.solver == "default" and config.robust_radius is None
+    return config.seed == 0 and usual and len(run.metrics) >= config.epochs
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

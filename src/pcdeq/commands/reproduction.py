@@ -1,0 +1,159 @@
+"""Train the paper's tables, check its claims, and write the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from pcdeq.commands.shared import Device, Flag, print_table
+from pcdeq.errors import PcdeqError, UsageError
+
+if TYPE_CHECKING:
+    from pcdeq.reproduce import Job
+
+PAPER = ("mnist", "svhn", "cifar10")
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Train the rows of the paper's tables; what is done is skipped, what was interrupted is resumed.
+
+    Repeat the command after any interruption: at most an epoch of each run is lost. Examples:
+      pcdeq reproduce mnist --rows 'pcdeq-?-l-*' --parallel 2
+      pcdeq reproduce all --on ray --gpus 0.25
+      pcdeq reproduce claims
+    """
+
+    what: Annotated[str, Positional, arg(metavar="{mnist,svhn,cifar10,all,claims}")]
+    """A data set of the paper, all of them, or claims: check what the paper says against the runs that are there.
+    Another data set is trained with the rows of the one it resembles."""
+    rows: str = "*"
+    """Only rows whose names match, as in 'pcdeq-1-mc-*' (`pcdeq list` shows them)."""
+    runs: int = 5
+    """Runs of each row, with seeds 0, 1, ..."""
+    epochs: int | None = None
+    """Epochs of each run, with the schedule of the full length. (default: the paper's)"""
+    solver: Literal["default", "paper", "picard", "anderson"] = "default"
+    """default: ours; paper: plain iteration stopped by the whole batch, whose steps the paper counts."""
+    parallel: int = 1
+    """Runs at a time on this machine, which share its cores."""
+    on: Literal["local", "ray"] = "local"
+    """ray: the cluster at RAY_ADDRESS, or a local one; runs_dir must lie where all its machines see it."""
+    cpus: int | None = None
+    """Cores of each run. (default: the machine's divided by parallel; on Ray 1)"""
+    gpus: float = 0.0
+    """GPUs of each run on Ray; may be a fraction."""
+    device: Device = "auto"
+    """Where to compute."""
+    runs_dir: Path = Path("runs")
+    """Where the run folders are."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: the user's cache)"""
+    json: Flag = False
+    """Print a JSON object per row or claim at the end, for programs."""
+
+    def run(self) -> None:
+        """Train what is missing and write the tables."""
+        if self.what == "claims":
+            self._check_claims()
+            return
+        from pcdeq.data import dataset_names, load_dataset
+        from pcdeq.reproduce import plan
+
+        datasets = PAPER if self.what == "all" else (self.what,)
+        if self.what != "all" and self.what not in dataset_names() and not Path(self.what).exists():
+            raise UsageError(f"what is {self.what!r}? Choose mnist, svhn, cifar10, all or claims")
+        jobs = plan(
+            datasets,
+            pattern=self.rows,
+            runs=self.runs,
+            runs_dir=self.runs_dir,
+            epochs=self.epochs,
+            solver=self.solver,
+            device=self.device,
+            data_dir=self.data_dir,
+        )
+        for data in datasets:
+            load_dataset(data, data_dir=self.data_dir, quiet=self.json)  # once, before many want it at once
+        self._do(jobs)
+        self._write_tables(jobs, datasets)
+
+    def _do(self, jobs: list[Job]) -> None:
+        from rich.console import Console
+
+        from pcdeq.reproduce import Board, run_locally, run_on_ray
+
+        board = Board(jobs, Console(highlight=False, stderr=self.json))
+        try:
+            with board:
+                if self.on == "ray":
+                    run_on_ray(jobs, board, cpus=self.cpus or 1, gpus=self.gpus)
+                else:
+                    run_locally(jobs, board, parallel=self.parallel, cpus=self.cpus)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt("interrupted; repeat the command to go on") from stop
+        if board.failures:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in board.failures.items())
+            raise PcdeqError(f"{len(board.failures)} of {len(jobs)} runs failed, repeat the command to retry: {reasons}")
+
+    def _write_tables(self, jobs: list[Job], datasets: tuple[str, ...]) -> None:
+        from pcdeq.report.tables import collect
+        from pcdeq.training import find_runs
+
+        lines = collect(find_runs(self.runs_dir), datasets)
+        wanted = {(job.config.row, job.config.data) for job in jobs}
+        entries = [
+            {"data": data, **line.cells()}
+            for data in lines
+            for line in lines[data]
+            if (line.row.name, data) in wanted or (self.rows == "*" and data in datasets)
+        ]
+        if self.json:
+            for entry in entries:
+                print(json.dumps(entry))
+        else:
+            print_table(entries)
+            print(f"\nfigures, claims and the whole table: pcdeq report {self.runs_dir} -o report.html")
+
+    def _check_claims(self) -> None:
+        from pcdeq.report.claims import check_claims
+        from pcdeq.training import find_runs
+
+        claims = check_claims(find_runs(self.runs_dir), data_dir=self.data_dir)
+        for claim in claims:
+            if self.json:
+                print(json.dumps(claim.cells()))
+            else:
+                print(f"{claim.verdict:<12}  {claim.statement} ({claim.source})\n{'':12}  {claim.measured}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write tables, figures and claims of many runs as one page, to be looked at without a network."""
+
+    runs_dir: Annotated[Path, Positional, arg(metavar="[RUNS]")] = Path("runs")
+    """Folder of run folders."""
+    out: Annotated[Path, arg(aliases=("-o",))] = Path("report.html")
+    """The page: .html, self-contained, or .md, with its pictures beside it."""
+    figures: Path | None = None
+    """Folder for each figure as PNG and SVG with its data as CSV. (default: figures beside the page)"""
+    studies: bool = True
+    """Also the figures for which trained networks are run: convergence, solvers, tolerance."""
+    data_dir: Path | None = None
+    """Where data sets are kept. (default: the user's cache)"""
+
+    def run(self) -> None:
+        """Write the page and the figures."""
+        from pcdeq.report.page import write_report
+
+        if self.out.suffix not in (".html", ".md"):
+            raise UsageError(f"the page must be .html or .md, got {self.out}")
+        if not self.runs_dir.is_dir():
+            raise UsageError(f"there is no folder {self.runs_dir}; `pcdeq reproduce` makes runs")
+        folder = self.figures or self.out.parent / "figures"
+        written = write_report(self.runs_dir, self.out, folder, studies=self.studies, data_dir=self.data_dir)
+        print(f"{self.out}: {written.rows} rows with runs, {written.figures} figures in {folder}, {written.claims} claims")

@@ -1,0 +1,171 @@
+"""The paper's tables with our numbers in them, made from run folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from pcdeq.recipes import Row, find_row, paper_dataset, rows
+from pcdeq.training import EpochMetrics, Run, read_summary
+
+_ORDER = ("mnist", "svhn", "cifar10")
+
+
+@dataclass(frozen=True)
+class Line:
+    """All runs of a row that were trained alike; or a row of the paper that was not run."""
+
+    row: Row
+    data: str
+    runs: tuple[Run, ...] = ()
+    epochs: int = 0
+    solver: str = "default"
+
+    @property
+    def last(self) -> list[EpochMetrics]:
+        """The last epoch of each run."""
+        return [run.metrics[-1] for run in self.runs]
+
+    @property
+    def published(self) -> float | None:
+        """The paper's accuracy, if it has this row for this data."""
+        return self.row.accuracy if self.row.dataset == self.data else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean over the runs, in percent, after the last epoch."""
+        return fmean(line.test_accuracy for line in self.last) if self.runs else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over the runs."""
+        return stdev(line.test_accuracy for line in self.last) if len(self.runs) > 1 else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the runs have all the epochs of the paper."""
+        return bool(self.runs) and self.epochs >= (self.row.epochs or 0)
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's, where the two can be compared."""
+        comparable = self.is_full and self.published is not None and self.accuracy is not None
+        return self.accuracy - self.published if comparable else None  # pyright: ignore[reportOptionalOperand]
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the network that was trained, or else of the paper's."""
+        counts = [summary.parameters for run in self.runs if (summary := read_summary(run)) is not None]
+        return counts[0] if counts else self.row.parameters
+
+    @property
+    def certified(self) -> tuple[int, int] | None:
+        """How many predictions were proved, and of how many, over all runs."""
+        known = [read_summary(run) for run in self.runs]
+        pairs = [(one.certified, one.certified_of) for one in known if one is not None and one.certified is not None]
+        return (sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)) if pairs else None
+
+    def steps(self, direction: str) -> float | None:
+        """Mean steps per solve in the last epoch, over layers and runs; ``forward`` or ``backward``."""
+        values = [step for line in self.last for step in getattr(line, f"{direction}_steps")]
+        return fmean(values) if values else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Per epoch, for training."""
+        return fmean(line.seconds for run in self.runs for line in run.metrics) if self.runs else None
+
+    @property
+    def unconverged(self) -> int | None:
+        """Samples, over all layers, both directions, all epochs and runs."""
+        return sum(line.unconverged for run in self.runs for line in run.metrics) if self.runs else None
+
+    @property
+    def command(self) -> str:
+        """What to type to get this line."""
+        data = self.data if "/" not in self.data else Path(self.data).name
+        parts = ["pcdeq reproduce", data, "--rows", self.row.name, "--runs", str(max(1, len(self.runs)))]
+        if self.runs and not self.is_full:
+            parts += ["--epochs", str(self.epochs)]
+        if self.solver != "default":
+            parts += ["--solver", self.solver]
+        return " ".join(parts)
+
+    def cells(self) -> dict[str, str]:
+        """The line for people, by column."""
+        title = self.row.title if self.solver == "default" else f"{self.row.title}, {self.solver} solver"
+        ours, proved = self.accuracy, self.certified
+        return {
+            "row": title,
+            "paper %": _number(self.published, ".1f"),
+            "ours %": "" if ours is None else f"{ours:.2f}" + (f" ± {self.deviation:.2f}" if self.deviation else ""),
+            "difference": _number(self.difference, "+.2f"),
+            "runs": str(len(self.runs) or ""),
+            "epochs": f"{self.epochs} of {self.row.epochs}" if self.runs else "",
+            "parameters": _number(self.parameters, ",d") or self.row.params,
+            "forward": _number(self.steps("forward"), ".1f"),
+            "backward": _number(self.steps("backward"), ".1f"),
+            "unconverged": _number(self.unconverged, ",d"),
+            "certified": "" if proved is None else f"{100 * proved[0] / proved[1]:.1f} % of {proved[1]:,}",
+            "s/epoch": _number(self.seconds, ".1f"),
+            "command": self.command,
+        }
+
+
+def _number(value: float | None, style: str) -> str:
+    return "" if value is None else format(value, style)
+
+
+def collect(runs: Iterable[Run], datasets: Sequence[str] = ()) -> dict[str, list[Line]]:
+    """Lines by data set: the paper's rows in its order, each followed by ours for it.
+
+    Args:
+        datasets: show the paper's rows of these even if there are no runs.
+    """
+    groups: dict[tuple[str, str, str, int], list[Run]] = {}
+    for run in runs:
+        config = run.config
+        if run.metrics and not config.robust_radius:
+            groups.setdefault((config.data, config.row, config.solver, len(run.metrics)), []).append(run)
+    found = dict.fromkeys([*(key[0] for key in groups), *datasets])
+    return {data: _lines(data, groups) for data in sorted(found, key=_paper_order)}
+
+
+def _lines(data: str, groups: dict[tuple[str, str, str, int], list[Run]]) -> list[Line]:
+    here = {key: runs for key, runs in groups.items() if key[0] == data}
+    image_channels = next(iter(here.values()))[0].image_shape[0] if here else None
+    # Of data that are not the paper's, only the rows that were run.
+    names = [row.name for row in rows(data)] if data in _ORDER else []
+    names += sorted({key[1] for key in here} - set(names))
+    lines: list[Line] = []
+    for name in names:
+        row = find_row(name, data, image_channels)
+        ours = sorted((key for key in here if key[1] == name), key=lambda key: (key[2] != "default", key[2], -key[3]))
+        lines += [Line(row, data, tuple(here[key]), key[3], key[2]) for key in ours] or [Line(row, data)]
+    return lines
+
+
+def _paper_order(data: str) -> tuple[int, str]:
+    return (_ORDER.index(data) if data in _ORDER else len(_ORDER), data)
+
+
+def markdown_table(entries: Sequence[dict[str, str]]) -> str:
+    """A table in Markdown, numbers to the right.
+
+    >>> print(markdown_table([{"row": "a", "ours %": "1.0"}]))
+    | row | ours % |
+    |---|---:|
+    | a | 1.0 |
+    """
+    columns = list(entries[0])
+    lines = [columns, ["---" if column in ("row", "command", "claim", "measured") else "---:" for column in columns]]
+    text = [f"| {' | '.join(columns)} |", f"|{'|'.join(lines[1])}|"]
+    text += [f"| {' | '.join(entry.values())} |" for entry in entries]
+    return "\n".join(text)
+
+
+def paper_rows_of(data: str) -> tuple[Row, ...]:
+    """The paper's rows that suit a data set."""
+    return rows(paper_dataset(data))

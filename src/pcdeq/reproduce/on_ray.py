@@ -1,0 +1,101 @@
+"""Runs as tasks of a Ray cluster: the one at RAY_ADDRESS, or one started on this machine for the time.
+
+A run whose worker or machine dies is retried by Ray, on whatever machine, and goes on from its run folder, which
+must therefore lie on storage that all machines share.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.reproduce.board import Board
+from pcdeq.reproduce.plan import Job
+
+RETRIES = 3  # of a run whose worker dies
+POLL_SECONDS = 0.5
+
+
+def run_on_ray(jobs: Sequence[Job], board: Board, *, cpus: int = 1, gpus: float = 0.0) -> None:
+    """Do all jobs that are not done, as many at a time as the cluster has room for.
+
+    Args:
+        cpus: that each run asks for, and its number of threads.
+        gpus: that each run asks for; may be a fraction.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--on ray needs Ray: pip install 'pcdeq[ray]'") from error
+    if cpus < 1 or gpus < 0:
+        raise UsageError(f"cpus must be at least 1 and gpus at least 0, got {cpus} and {gpus}")
+    mine = not ray.is_initialized()
+    if mine:
+        _connect()
+    try:
+        _require_room(ray.cluster_resources(), cpus, gpus)
+        task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, retry_exceptions=False)(_work)
+        pending = {}
+        for job in jobs:
+            if job.stage == "done":
+                board.set(job, "done")
+            else:
+                pending[task.remote(job.to_json(), cpus)] = job
+        _watch(pending, board)
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _work(text: str, threads: int) -> None:
+    """What a task does, on whichever machine."""
+    import torch
+
+    from pcdeq.reproduce.worker import work
+
+    torch.set_num_threads(threads)
+    work(Job.from_json(text))
+
+
+def _connect() -> None:
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray does not start"
+        raise PcdeqError(f"{where}: {error}") from error
+
+
+def _require_room(resources: dict[str, float], cpus: int, gpus: float) -> None:
+    """A task that asks for more than there is would wait for ever."""
+    for name, wanted in (("CPU", cpus), ("GPU", gpus)):
+        if wanted > resources.get(name, 0):
+            raise UsageError(f"a run asks for {wanted:g} {name}, the cluster has {resources.get(name, 0):g}")
+
+
+def _watch(pending: dict, board: Board) -> None:
+    import ray
+
+    while pending:
+        finished, _ = ray.wait(list(pending), timeout=POLL_SECONDS)
+        for reference in finished:
+            job = pending.pop(reference)
+            try:
+                ray.get(reference)
+                board.set(job, "done")
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error
+                board.set(job, "failed", " ".join(str(cause).split()))
+        for job in pending.values():
+            if board.entries[job.name].state == "waiting" and (job.folder / "progress.tmp").exists():
+                board.set(job, "running")
+        board.update()

@@ -1,0 +1,127 @@
+"""The runs that a table of the paper needs, and how far each of them is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pcdeq.errors import UsageError
+from pcdeq.recipes import TrainConfig, find_row, paper_dataset, rows
+from pcdeq.training import Run, read_summary
+from pcdeq.training.run import RUNS
+
+PAPER = ("mnist", "svhn", "cifar10")
+# What may differ between a run that is there and the one that is wanted.
+_INCIDENTAL = {"epochs", "device", "data_dir", "out", "tracker"}
+
+Stage = Literal["missing", "begun", "trained", "done"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its configuration, with the folder in which it is found again."""
+
+    config: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        assert self.config.out is not None  # plan sets it
+        return self.config.out
+
+    @property
+    def name(self) -> str:
+        """Row, data and seed."""
+        return self.folder.name
+
+    @cached_property
+    def epochs(self) -> int:
+        """How many epochs it shall have."""
+        return self.config.epochs or find_row(self.config.row, self.config.data).epochs or 0
+
+    @property
+    def run(self) -> Run | None:
+        """What there is of it."""
+        return Run.open(self.folder) if (self.folder / "config.json").is_file() else None
+
+    @property
+    def stage(self) -> Stage:
+        """How far it is: trained is a run that lacks only its summary."""
+        run = self.run
+        if run is None:
+            return "missing"
+        if len(run.metrics) < self.epochs:
+            return "begun"
+        return "done" if read_summary(run) is not None else "trained"
+
+    def require_same(self) -> None:
+        """Refuse to go on with a run that was started with other settings."""
+        run = self.run
+        if run is None:
+            return
+        wanted, found = self.config.resolve(run.image_shape), run.config
+        for item in fields(wanted):
+            ours, theirs = getattr(wanted, item.name), getattr(found, item.name)
+            if item.name not in _INCIDENTAL and ours != theirs:
+                raise UsageError(
+                    f"{self.folder} was trained with {item.name} = {theirs}, not {ours}: choose another --runs-dir, "
+                    "or move that folder away"
+                )
+
+    def to_json(self) -> str:
+        """For a worker in another process."""
+        return json.dumps(self.config.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """The inverse."""
+        return cls(TrainConfig.from_dict(json.loads(text)))
+
+
+def plan(
+    datasets: tuple[str, ...] = PAPER,
+    *,
+    pattern: str = "*",
+    runs: int = 5,
+    runs_dir: Path = RUNS,
+    **settings: Any,
+) -> list[Job]:
+    """The runs of all rows whose names match, first seeds first, so that every row soon has a number.
+
+    Args:
+        datasets: of the paper; or others, which follow the rows of the one they resemble.
+        pattern: for row names, as for file names.
+        settings: of `TrainConfig`, the same for all runs.
+
+    >>> [job.name for job in plan(("mnist",), pattern="pcdeq-?-l-*d", runs=2)]
+    ['pcdeq-2-l-sigmoid-mnist-seed0', 'pcdeq-2-l-sigmoid-mnist-seed1']
+    >>> plan(("mnist",), pattern="*-gelu")
+    Traceback (most recent call last):
+    ...
+    pcdeq.errors.UsageError: no row of mnist matches '*-gelu'; see `pcdeq list`
+    """
+    if runs < 1:
+        raise UsageError(f"runs must be at least 1, got {runs}")
+    chosen = [
+        (row.name, data)
+        for data in datasets
+        for row in rows(paper_dataset(data))
+        if row.epochs is not None and fnmatchcase(row.name, pattern)
+    ]
+    if not chosen:
+        raise UsageError(f"no row of {', '.join(datasets)} matches {pattern!r}; see `pcdeq list`")
+    configs = (TrainConfig(name, data=data, seed=seed, **settings) for seed in range(runs) for name, data in chosen)
+    jobs = [Job(replace(config, out=runs_dir.expanduser().resolve() / _folder_name(config))) for config in configs]
+    for job in jobs:
+        job.require_same()
+    return jobs
+
+
+def _folder_name(config: TrainConfig) -> str:
+    """As `pcdeq train` names it, with the solver where it is not the usual one."""
+    solver = "" if config.solver == "default" else f"-{config.solver}"
+    return f"{config.row}-{Path(config.data).stem}{solver}-seed{config.seed}"

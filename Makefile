@@ -35,6 +35,7 @@ check: lint test
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/models.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

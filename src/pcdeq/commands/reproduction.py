@@ -98,7 +98,9 @@ class Reproduce:
             raise KeyboardInterrupt("interrupted; repeat the command to go on") from stop
         if board.failures:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in board.failures.items())
-            raise PcdeqError(f"{len(board.failures)} of {len(jobs)} runs failed, repeat the command to retry: {reasons}")
+            raise PcdeqError(
+                f"{len(board.failures)} of {len(jobs)} runs failed, repeat the command to retry: {reasons}"
+            )
 
     def _write_tables(self, jobs: list[Job], datasets: tuple[str, ...]) -> None:
         from pcdeq.report.tables import collect
@@ -156,4 +158,6 @@ class Report:
             raise UsageError(f"there is no folder {self.runs_dir}; `pcdeq reproduce` makes runs")
         folder = self.figures or self.out.parent / "figures"
         written = write_report(self.runs_dir, self.out, folder, studies=self.studies, data_dir=self.data_dir)
-        print(f"{self.out}: {written.rows} rows with runs, {written.figures} figures in {folder}, {written.claims} claims")
+        print(
+            f"{self.out}: {written.rows} rows with runs, {written.figures} figures in {folder}, {written.claims} claims"
+        )

@@ -17,6 +17,7 @@ from pcdeq.recipes import TrainConfig, find_row
 if TYPE_CHECKING:
     from pcdeq.training import Run, Summary
 
+
 @dataclass(frozen=True)
 class Train(TrainConfig):
     """Train a network; without arguments, a small one on handwritten digits."""

@@ -65,20 +65,22 @@ class Reproduce:
         from pcdeq.reproduce import plan
 
         datasets = PAPER if self.what == "all" else (self.what,)
-        if self.what != "all" and self.what not in dataset_names() and not Path(self.what).exists():
-            raise UsageError(f"what is {self.what!r}? Choose mnist, svhn, cifar10, all or claims")
+        if self.what not in ("all", *dataset_names()):
+            if not Path(self.what).exists():
+                raise UsageError(f"what is {self.what!r}? Choose mnist, svhn, cifar10, all or claims")
+            datasets = (str(Path(self.what).resolve()),)
+        settings = {"solver": self.solver, "device": self.device, "data_dir": self.data_dir}
+        # Fetch the data once, before many want them at once.
+        shapes = [load_dataset(data, data_dir=self.data_dir, quiet=self.json).image_shape for data in datasets]
         jobs = plan(
             datasets,
             pattern=self.rows,
             runs=self.runs,
             runs_dir=self.runs_dir,
+            image_channels=shapes[0][0],
             epochs=self.epochs,
-            solver=self.solver,
-            device=self.device,
-            data_dir=self.data_dir,
+            **settings,
         )
-        for data in datasets:
-            load_dataset(data, data_dir=self.data_dir, quiet=self.json)  # once, before many want it at once
         self._do(jobs)
         self._write_tables(jobs, datasets)
 
@@ -98,12 +100,12 @@ class Reproduce:
             raise KeyboardInterrupt("interrupted; repeat the command to go on") from stop
         if board.failures:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in board.failures.items())
-            raise PcdeqError(
-                f"{len(board.failures)} of {len(jobs)} runs failed, repeat the command to retry: {reasons}"
-            )
+            count = f"{len(board.failures)} of {len(jobs)} runs failed"
+            raise PcdeqError(f"{count}; repeat the command to retry them: {reasons}")
 
     def _write_tables(self, jobs: list[Job], datasets: tuple[str, ...]) -> None:
-        from pcdeq.report.tables import collect
+        from pcdeq.report.charts import write_whole
+        from pcdeq.report.tables import collect, markdown_table
         from pcdeq.training import find_runs
 
         lines = collect(find_runs(self.runs_dir), datasets)
@@ -114,12 +116,14 @@ class Reproduce:
             for line in lines[data]
             if (line.row.name, data) in wanted or (self.rows == "*" and data in datasets)
         ]
+        write_whole(self.runs_dir / "table.md", f"{markdown_table(entries)}\n".encode())
         if self.json:
             for entry in entries:
                 print(json.dumps(entry))
         else:
             print_table(entries)
-            print(f"\nfigures, claims and the whole table: pcdeq report {self.runs_dir} -o report.html")
+            print(f"\nsaved in {self.runs_dir / 'table.md'}")
+            print(f"figures, claims and the whole table: pcdeq report {self.runs_dir} -o report.html")
 
     def _check_claims(self) -> None:
         from pcdeq.report.claims import check_claims
@@ -158,6 +162,5 @@ class Report:
             raise UsageError(f"there is no folder {self.runs_dir}; `pcdeq reproduce` makes runs")
         folder = self.figures or self.out.parent / "figures"
         written = write_report(self.runs_dir, self.out, folder, studies=self.studies, data_dir=self.data_dir)
-        print(
-            f"{self.out}: {written.rows} rows with runs, {written.figures} figures in {folder}, {written.claims} claims"
-        )
+        print(f"{self.out}: {written.rows} rows with runs, {written.claims} claims")
+        print(f"{folder}: {written.figures} figures")

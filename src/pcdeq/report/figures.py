@@ -7,17 +7,15 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 from pcdeq.data import Dataset
 from pcdeq.guarantees.certify import Certificate
 from pcdeq.recipes import find_row
+from pcdeq.report.charts import BLUE, GREEN, ORANGE, finish, new_figure
 from pcdeq.training import Evaluation, Run
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 LAYER_COLOURS = (BLUE, ORANGE, GREEN)
 ERROR_ROWS, ERROR_COLUMNS = 3, 4
 
@@ -46,7 +44,7 @@ def draw_evaluation(run: Run, evaluation: Evaluation, dataset: Dataset) -> Path:
 
 def draw_certificate(run: Run, certificate: Certificate, labels: Tensor, curve: dict[float, float] | None) -> Path:
     """Draw by how much the proved classes lead, and the robustness curve if there is one; return the file."""
-    figure = _figure(8.4 if curve else 4.6, 3.4, f"{run.config.row} on {run.config.data}: what is proved")
+    figure = new_figure(8.4 if curve else 4.6, 3.4, f"{run.config.row} on {run.config.data}: what is proved")
     axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
     right = certificate.classes == labels
     groups = [certificate.margin[certificate.proved & which].clamp(min=1e-9) for which in (right, ~right)]
@@ -67,11 +65,11 @@ def draw_curves(run: Run) -> Figure:
     """Loss and accuracy by epoch, with the paper's accuracy where the run follows a row of it."""
     metrics, config = run.metrics, run.config
     epochs = [line.epoch for line in metrics]
-    figure = _figure(8.4, 3.4, f"{config.row} on {config.data}, seed {config.seed}")
+    figure = new_figure(8.4, 3.4, f"{config.row} on {config.data}, seed {config.seed}")
     loss, accuracy = figure.subplots(1, 2)
     _line(loss, epochs, [line.loss for line in metrics], "training", BLUE)
     _line(loss, epochs, [line.test_loss for line in metrics], "test", ORANGE)
-    loss.set(ylabel="cross-entropy", yscale="log")
+    loss.set(yscale="log")
     loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     loss.yaxis.set_major_formatter("{x:g}")
     loss.yaxis.set_minor_locator(NullLocator())
@@ -82,9 +80,8 @@ def draw_curves(run: Run) -> Figure:
     row = find_row(config.row, config.data, run.image_shape[0])
     if row.dataset == config.data and row.accuracy is not None:
         accuracy.axhline(row.accuracy, color="0.4", linestyle="--", linewidth=1, label=f"paper {row.accuracy} %")
-    accuracy.set(ylabel="accuracy in %")
-    for axes in (loss, accuracy):
-        _finish(axes)
+    finish(loss, "epoch", "cross-entropy")
+    finish(accuracy, "epoch", "accuracy in %")
     return figure
 
 
@@ -93,7 +90,7 @@ def draw_steps(run: Run) -> Figure:
     metrics = run.metrics
     epochs = [line.epoch for line in metrics]
     dense = bool(metrics[-1].largest_singular_value)
-    figure = _figure(12.0 if dense else 8.4, 3.4, f"{run.config.row} on {run.config.data}: steps of the solves")
+    figure = new_figure(12.0 if dense else 8.4, 3.4, f"{run.config.row} on {run.config.data}: steps of the solves")
     forward, backward, *rest = figure.subplots(1, 3 if dense else 2)
     panels = [(forward, "forward steps", [line.forward_steps for line in metrics])]
     panels.append((backward, "backward steps", [line.backward_steps for line in metrics]))
@@ -103,16 +100,15 @@ def draw_steps(run: Run) -> Figure:
         count = len(values[0])
         for layer, colour in zip(range(count), LAYER_COLOURS, strict=False):
             _line(axes, epochs, [value[layer] for value in values], f"layer {layer + 1}", colour)
-        axes.set(ylabel=title)
         axes.set_ylim(bottom=0)
-        _finish(axes, legend=count > 1)
+        finish(axes, "epoch", title, legend=count > 1)
     return figure
 
 
 def draw_errors(evaluation: Evaluation, dataset: Dataset) -> Figure:
     """The confusion matrix beside the wrong predictions that the network was surest of."""
     title = f"{dataset.name}: {evaluation.accuracy:.2f} % of {len(evaluation.labels):,} test images"
-    figure = _figure(11.0, 5.2, title)
+    figure = new_figure(11.0, 5.2, title)
     ((left, right),) = figure.subfigures(1, 2, squeeze=False, width_ratios=(1.1, 1))
     _draw_confusion(left.subplots(), evaluation, dataset.classes)
     _draw_worst(right, evaluation, dataset)
@@ -152,25 +148,9 @@ def _draw_worst(figure: SubFigure, evaluation: Evaluation, dataset: Dataset) -> 
         axes.set_axis_off()
 
 
-def _figure(width: float, height: float, title: str) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12))
-    figure.suptitle(title, fontsize=11)
-    return figure
-
-
 def _line(axes: Axes, epochs: list[int], values: list[float], label: str, colour: str) -> None:
     marker = "o" if len(epochs) <= 20 else None
     axes.plot(epochs, values, label=label, color=colour, marker=marker, markersize=3.5, linewidth=1.6)
-
-
-def _finish(axes: Axes, legend: bool = True) -> None:
-    axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(True, color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if legend:
-        axes.legend(frameon=False, fontsize=8)
 
 
 def _png(figure: Figure) -> bytes:

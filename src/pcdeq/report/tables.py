@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
-from pcdeq.recipes import Row, find_row, paper_dataset, rows
+from pcdeq.recipes import Row, find_row, rows
 from pcdeq.training import EpochMetrics, Run, read_summary
 
 _ORDER = ("mnist", "svhn", "cifar10")
@@ -51,8 +51,8 @@ class Line:
     @property
     def difference(self) -> float | None:
         """Ours less the paper's, where the two can be compared."""
-        comparable = self.is_full and self.published is not None and self.accuracy is not None
-        return self.accuracy - self.published if comparable else None  # pyright: ignore[reportOptionalOperand]
+        ours, published = self.accuracy, self.published
+        return None if ours is None or published is None or not self.is_full else ours - published
 
     @property
     def parameters(self) -> int | None:
@@ -74,8 +74,8 @@ class Line:
 
     @property
     def seconds(self) -> float | None:
-        """Per epoch, for training."""
-        return fmean(line.seconds for run in self.runs for line in run.metrics) if self.runs else None
+        """Per epoch, for training; the median, because a machine is at times busy with other things."""
+        return median(line.seconds for run in self.runs for line in run.metrics) if self.runs else None
 
     @property
     def unconverged(self) -> int | None:
@@ -86,7 +86,9 @@ class Line:
     def command(self) -> str:
         """What to type to get this line."""
         data = self.data if "/" not in self.data else Path(self.data).name
-        parts = ["pcdeq reproduce", data, "--rows", self.row.name, "--runs", str(max(1, len(self.runs)))]
+        parts = ["pcdeq reproduce", data, "--rows", self.row.name]
+        if self.runs:
+            parts += ["--runs", str(len(self.runs))]
         if self.runs and not self.is_full:
             parts += ["--epochs", str(self.epochs)]
         if self.solver != "default":
@@ -164,8 +166,3 @@ def markdown_table(entries: Sequence[dict[str, str]]) -> str:
     text = [f"| {' | '.join(columns)} |", f"|{'|'.join(lines[1])}|"]
     text += [f"| {' | '.join(entry.values())} |" for entry in entries]
     return "\n".join(text)
-
-
-def paper_rows_of(data: str) -> tuple[Row, ...]:
-    """The paper's rows that suit a data set."""
-    return rows(paper_dataset(data))

@@ -72,7 +72,7 @@ class _Worker:
 
     @classmethod
     def start(cls, job: Job, threads: int) -> _Worker:
-        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed in `end`)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         process = subprocess.Popen(
             [sys.executable, "-m", "pcdeq.reproduce.worker"],

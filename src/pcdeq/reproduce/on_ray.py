@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.reproduce.board import Board
@@ -75,7 +75,7 @@ def _connect() -> None:
         raise PcdeqError(f"{where}: {error}") from error
 
 
-def _require_room(resources: dict[str, float], cpus: int, gpus: float) -> None:
+def _require_room(resources: Mapping[str, float], cpus: int, gpus: float) -> None:
     """A task that asks for more than there is would wait for ever."""
     for name, wanted in (("CPU", cpus), ("GPU", gpus)):
         if wanted > resources.get(name, 0):
@@ -84,6 +84,7 @@ def _require_room(resources: dict[str, float], cpus: int, gpus: float) -> None:
 
 def _watch(pending: dict, board: Board) -> None:
     import ray
+    from ray.exceptions import RayError
 
     while pending:
         finished, _ = ray.wait(list(pending), timeout=POLL_SECONDS)
@@ -92,7 +93,7 @@ def _watch(pending: dict, board: Board) -> None:
             try:
                 ray.get(reference)
                 board.set(job, "done")
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 cause = getattr(error, "cause", None) or error
                 board.set(job, "failed", " ".join(str(cause).split()))
         for job in pending.values():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pcdeq.errors import UsageError
-from pcdeq.recipes import TrainConfig, find_row, paper_dataset, rows
+from pcdeq.recipes import TrainConfig, paper_dataset, rows
 from pcdeq.training import Run, read_summary
 from pcdeq.training.run import RUNS
 
@@ -38,10 +37,11 @@ class Job:
         """Row, data and seed."""
         return self.folder.name
 
-    @cached_property
+    @property
     def epochs(self) -> int:
         """How many epochs it shall have."""
-        return self.config.epochs or find_row(self.config.row, self.config.data).epochs or 0
+        assert self.config.epochs is not None  # plan sets it
+        return self.config.epochs
 
     @property
     def run(self) -> Run | None:
@@ -88,6 +88,8 @@ def plan(
     pattern: str = "*",
     runs: int = 5,
     runs_dir: Path = RUNS,
+    image_channels: int | None = None,
+    epochs: int | None = None,
     **settings: Any,
 ) -> list[Job]:
     """The runs of all rows whose names match, first seeds first, so that every row soon has a number.
@@ -95,6 +97,8 @@ def plan(
     Args:
         datasets: of the paper; or others, which follow the rows of the one they resemble.
         pattern: for row names, as for file names.
+        image_channels: of data that are not the paper's, to choose the rows by.
+        epochs: of each run; by default the row's.
         settings: of `TrainConfig`, the same for all runs.
 
     >>> [job.name for job in plan(("mnist",), pattern="pcdeq-?-l-*d", runs=2)]
@@ -107,14 +111,18 @@ def plan(
     if runs < 1:
         raise UsageError(f"runs must be at least 1, got {runs}")
     chosen = [
-        (row.name, data)
+        (row, data)
         for data in datasets
-        for row in rows(paper_dataset(data))
+        for row in rows(paper_dataset(data, image_channels))
         if row.epochs is not None and fnmatchcase(row.name, pattern)
     ]
     if not chosen:
         raise UsageError(f"no row of {', '.join(datasets)} matches {pattern!r}; see `pcdeq list`")
-    configs = (TrainConfig(name, data=data, seed=seed, **settings) for seed in range(runs) for name, data in chosen)
+    configs = (
+        TrainConfig(row.name, data=data, seed=seed, epochs=epochs or row.epochs, **settings)
+        for seed in range(runs)
+        for row, data in chosen
+    )
     jobs = [Job(replace(config, out=runs_dir.expanduser().resolve() / _folder_name(config))) for config in configs]
     for job in jobs:
         job.require_same()

@@ -41,10 +41,11 @@ def work(job: Job) -> None:
 
 @dataclass(frozen=True)
 class Pulse:
-    """Where a run is within an epoch."""
+    """Where a run is within an epoch, and which process trains it."""
 
     epochs_done: float
     loss: float
+    process: int
 
     @classmethod
     def read(cls, folder: Path) -> Pulse | None:
@@ -71,7 +72,8 @@ class Heartbeat(Silence):
 
     def step(self, images_done: int, loss: float, accuracy: float, steps: float) -> None:
         self.last = time.monotonic()
-        self.file.write_text(json.dumps(asdict(Pulse(images_done / self.per_epoch, loss))), encoding="utf-8")
+        pulse = Pulse(images_done / self.per_epoch, loss, os.getpid())
+        self.file.write_text(json.dumps(asdict(pulse)), encoding="utf-8")
 
     def stop(self) -> None:
         self.file.unlink(missing_ok=True)

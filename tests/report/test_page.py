@@ -1,0 +1,152 @@
+"""The report as a reader gets it: one page that needs nothing else, figures in three forms, data that are right."""
+
+from __future__ import annotations
+
+import csv
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from made_runs import make_run
+
+from pcdeq.cli import main
+from pcdeq.training import find_runs
+
+ROWS = ("pcdeq-1-l-relu6", "pcdeq-1-l-tanh", "pcdeq-2-l-sigmoid")
+
+
+class Page(HTMLParser):
+    """Whether every tag is closed, and what refers to other files."""
+
+    VOID = frozenset(("meta", "img", "br", "link"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.references += [value for name, value in attrs if name in ("src", "href")]
+        self.ids += [value for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for number, row in enumerate(ROWS):
+        for seed in (0, 1):
+            make_run(folder, row, 3, seed, test_accuracy=lambda epoch, n=number, s=seed: 90.0 + n + epoch / 10 + s)
+    layers = {"forward_steps": (9.0, 6.0, 3.0), "backward_steps": (8.0, 5.0, 2.0), "largest_singular_value": ()}
+    make_run(folder, "pcdeq-1-mc-relu6", 2, **layers)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(runs, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    assert main(["report", str(runs), "-o", str(out / "report.html"), "--no-studies"]) == 0
+    assert main(["report", str(runs), "-o", str(out / "README.md"), "--no-studies"]) == 0
+    return out
+
+
+def test_the_page_needs_nothing_else(folder):
+    page = Page()
+    text = (folder / "report.html").read_text()
+    page.feed(text)
+    assert not page.open
+    for reference in page.references:
+        assert reference.startswith("data:image/svg+xml;base64,") or reference[1:] in page.ids
+    assert not re.search(r"url\(|@import", text)
+
+
+def test_the_page_says_it_all(folder):
+    page = Page()
+    page.feed((folder / "report.html").read_text())
+    text = " ".join(page.text)
+    for part in ("pcDEQ-1-L-Tanh", "91.80 ± 0.71", "3 of 40", "monDEQ-SC", "did not hold", "not measured", "torch"):
+        assert part in text
+
+
+def test_figures_in_three_forms(folder):
+    files = {path.name for path in (folder / "figures").iterdir()}
+    names = {name.rpartition(".")[0] for name in files}
+    assert files == {f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "csv")}
+    assert names == {
+        *(f"{kind}-mnist-l" for kind in ("accuracy", "forward-steps", "backward-steps", "singular-value")),
+        *(f"{kind}-mnist-mc" for kind in ("accuracy", "forward-steps", "backward-steps")),
+        *(f"{kind}-steps-layers-mnist-mc" for kind in ("forward", "backward")),
+    }
+
+
+def test_the_data_are_those_of_the_runs(folder, runs):
+    with (folder / "figures" / "accuracy-mnist-l.csv").open() as file:
+        entries = [entry for entry in csv.DictReader(file) if entry["activation"] == "tanh"]
+    tanh = [run for run in find_runs(runs) if run.config.row == "pcdeq-1-l-tanh"]
+    for epoch, entry in enumerate(entries, start=1):
+        values = [run.metrics[epoch - 1].test_accuracy for run in tanh]
+        for name, value in (("mean", fmean(values)), ("low", min(values)), ("high", max(values))):
+            assert float(entry[name]) == pytest.approx(value, abs=1e-3)
+        assert (int(entry["epoch"]), int(entry["runs"])) == (epoch, 2)
+    with (folder / "figures" / "forward-steps-mnist-mc.csv").open() as file:
+        assert float(next(csv.DictReader(file))["mean"]) == pytest.approx(6.0)  # of 9, 6 and 3
+
+
+def test_markdown_links_to_files_that_are_there(folder):
+    text = (folder / "README.md").read_text()
+    links = re.findall(r"\]\((\S+?)\)", text)
+    assert links
+    for link in links:
+        assert (folder / link).is_file(), link
+    assert "| pcDEQ-1-L-Tanh | 98.2 | 91.80 ± 0.71 |" in text
+
+
+def test_the_same_runs_give_the_same_files(folder, runs, tmp_path):
+    assert main(["report", str(runs), "-o", str(tmp_path / "report.html"), "--no-studies"]) == 0
+    for path in [folder / "report.html", *(folder / "figures").glob("*.svg"), *(folder / "figures").glob("*.csv")]:
+        assert (tmp_path / path.relative_to(folder)).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["report", "nowhere"], 2, "there is no folder nowhere"),
+        (["report", ".", "-o", "report.pdf"], 2, "the page must be .html or .md, got report.pdf"),
+        (["report", "."], 1, "has no run with a complete epoch"),
+    ],
+)
+def test_wrong_requests_get_one_line(arguments, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_that_cannot_be_written(runs, tmp_path, capsys):
+    (tmp_path / "figures").write_text("a file where a folder should be")
+    assert main(["report", str(runs), "-o", str(tmp_path / "report.html"), "--no-studies"]) == 1
+    assert "could not write the report" in capsys.readouterr().err
+
+
+def test_studies_on_the_networks_and_digits_of_the_package(tmp_path, monkeypatch, capsys):
+    """The whole of it: a network trained in a second, its convergence, solvers and tolerances."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--epochs", "2", "--runs", "1", "--rows", "pcdeq-2-l-*", "--device", "cpu"]
+    assert main(["reproduce", "mnist-mini", *options]) == 0
+    assert main(["report"]) == 0
+    names = {path.stem for path in Path("figures").glob("*.svg")}
+    assert {"convergence", "solvers", "tolerance", "singular-value-mnist-mini-l"} <= names
+    assert main(["reproduce", "claims"]) == 0
+    assert "held          The fixed point is unique" in capsys.readouterr().out

@@ -1,0 +1,71 @@
+"""The paper's tables with our numbers: means, spreads, differences, and nothing that was not measured."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from made_runs import make_run
+
+from pcdeq.recipes import rows
+from pcdeq.report.tables import collect, markdown_table
+from pcdeq.training import find_runs
+
+
+def only(lines, name):
+    return [line for line in lines if line.row.name == name]
+
+
+def test_mean_and_spread(tmp_path):
+    accuracies = [98.0, 98.3, 98.5]
+    for seed, accuracy in enumerate(accuracies):
+        make_run(tmp_path, "pcdeq-1-l-tanh", 40, seed, test_accuracy=lambda epoch, a=accuracy: a - 40 + epoch)
+    (line,) = only(collect(find_runs(tmp_path))["mnist"], "pcdeq-1-l-tanh")
+    assert line.accuracy == pytest.approx(statistics.mean(accuracies))
+    assert line.deviation == pytest.approx(statistics.stdev(accuracies))
+    assert line.difference == pytest.approx(statistics.mean(accuracies) - 98.2)
+    cells = line.cells()
+    assert (cells["ours %"], cells["paper %"], cells["difference"]) == ("98.27 ± 0.25", "98.2", "+0.07")
+    assert (cells["runs"], cells["epochs"], cells["parameters"]) == ("3", "40 of 40", "70,410")
+    assert cells["command"] == "pcdeq reproduce mnist --rows pcdeq-1-l-tanh --runs 3"
+
+
+def test_a_short_run_is_not_compared(tmp_path):
+    make_run(tmp_path, "pcdeq-1-l-tanh", 39)
+    (line,) = only(collect(find_runs(tmp_path))["mnist"], "pcdeq-1-l-tanh")
+    assert line.difference is None
+    assert line.cells()["epochs"] == "39 of 40"
+    assert line.command.endswith("--epochs 39")
+
+
+def test_what_was_trained_differently_is_kept_apart(tmp_path):
+    make_run(tmp_path, "pcdeq-1-l-tanh", 40, seed=0, test_accuracy=98.0)
+    make_run(tmp_path, "pcdeq-1-l-tanh", 3, seed=1, test_accuracy=90.0)
+    make_run(tmp_path, "pcdeq-1-l-tanh", 40, seed=0, solver="paper", test_accuracy=97.0)
+    lines = only(collect(find_runs(tmp_path))["mnist"], "pcdeq-1-l-tanh")
+    assert [(line.epochs, line.solver, line.accuracy) for line in lines] == [
+        (40, "default", 98.0),
+        (3, "default", 90.0),
+        (40, "paper", 97.0),
+    ]
+    assert lines[2].cells()["row"] == "pcDEQ-1-L-Tanh, paper solver"
+
+
+def test_rows_without_runs_are_shown_without_numbers(tmp_path):
+    make_run(tmp_path, "pcdeq-1-l-tanh", 1)
+    lines = collect(find_runs(tmp_path))["mnist"]
+    assert [line.row.name for line in lines] == [row.name for row in rows("mnist")]
+    cells = only(lines, "pcdeq-1-sc-relu6")[0].cells()
+    assert (cells["paper %"], cells["ours %"], cells["runs"], cells["certified"]) == ("99.2", "", "", "")
+
+
+def test_no_runs_but_a_data_set():
+    lines = collect([], ["svhn"])
+    assert list(lines) == ["svhn"]
+    assert not any(line.runs for line in lines["svhn"])
+
+
+def test_markdown_has_a_cell_per_column(tmp_path):
+    make_run(tmp_path, "pcdeq-1-l-tanh", 1)
+    text = markdown_table([line.cells() for line in collect(find_runs(tmp_path))["mnist"]])
+    assert len({line.count("|") for line in text.splitlines()}) == 1

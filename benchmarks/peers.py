@@ -135,9 +135,10 @@ class Explicit(Peer):
             self.explicit.weight.weight_g.copy_(layer.operator.weight_g)
             self.explicit.weight.weight_v.copy_(layer.operator.weight_v)
 
-    @property
-    def norm(self) -> nn.Module:
-        return self.explicit.weight
+    @torch.no_grad()
+    def project_(self) -> None:
+        for parameter in self.explicit.weight.parameters():
+            parameter.clamp_(min=0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.products += 1

@@ -1,12 +1,13 @@
 # make demo     set up and train a first model on the digits that ship with the package
 # make test     set up and run the tests
-# make check    the tests, the linters and the type checker: what .ci/run does
+# make docs     set up and build the documentation into docs/_build; a warning is an error
+# make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help setup demo test lint check bench clean
+.PHONY: help setup demo test lint docs check bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -30,7 +31,11 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
 
-check: lint test
+docs: setup
+	$(BIN)/python -m sphinx -E -W --keep-going -q docs docs/_build
+	@echo open docs/_build/index.html
+
+check: lint docs test
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
@@ -38,4 +43,4 @@ bench: setup
 	$(BIN)/python benchmarks/models.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/results

@@ -38,7 +38,7 @@ class Enclosure:
     """lower <= z* <= upper, proved.
 
     Attributes:
-        lower, upper: the bounds, (samples, *state); where none was found, 0 and infinity.
+        lower, upper: the bounds, ``(samples, *state)``; where none was found, 0 and infinity.
         certified: for which samples there are bounds and, if a width was asked for, they are no wider, (samples,).
 
     >>> import torch, pcdeq

@@ -188,7 +188,7 @@ def fixed_point(
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
 ) -> Tensor:
-    """The fixed point z = fn(z, *params) of any map of yours, with the implicit gradient.
+    """The fixed point ``z = fn(z, *params)`` of any map of yours, with the implicit gradient.
 
     Gradients reach ``params`` and every tensor that ``fn`` closes over. Dimension 0 of ``z0`` counts
     samples that do not influence each other, unless ``z0`` is a vector. About a map of unknown structure

@@ -64,6 +64,15 @@ class PcDEQ(SolvingLayer):
 
     Under autocast, and with parameters below float32, the equation is solved in float32: its tolerance
     is finer than bfloat16 can resolve.
+
+    >>> import torch, pcdeq
+    >>> from pcdeq.operators import Dense
+    >>> layer = pcdeq.PcDEQ(Dense(4, weight_norm=False), "softsign", floor=0.1, solver=pcdeq.Picard(tol=1e-6))
+    >>> x = torch.randn(2, 4)
+    >>> z = layer(x)
+    >>> weight = layer.operator.effective_weight()
+    >>> torch.allclose(z, layer.activation(z @ weight.T + layer.inject(x)), atol=1e-5)
+    True
     """
 
     def __init__(

@@ -26,6 +26,18 @@ class LinearMap(ABC):
 
     Tensors have one leading sample dimension: ``(samples, *state)``. ``native`` names the form in which the C
     kernels know the map, if they do.
+
+    Only `apply` must be written; the adjoint then comes from autograd. A moving sum of neighbours:
+
+    >>> import torch, pcdeq
+    >>> class Neighbours(pcdeq.LinearMap):
+    ...     def apply(self, z):
+    ...         return self.weight[0, 0] * (z.roll(1, -1) + z.roll(-1, -1))
+    >>> neighbours = Neighbours(torch.tensor([[0.5]]))
+    >>> neighbours.apply(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    tensor([[0.0000, 0.5000, 0.0000, 0.5000]])
+    >>> neighbours.adjoint(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    tensor([[0.0000, 0.5000, 0.0000, 0.5000]])
     """
 
     native: str | None = None

@@ -13,7 +13,7 @@ from pcdeq.errors import UsageError
 
 @dataclass(frozen=True)
 class Rate:
-    """A guarantee about plain iteration from any start in the box, in Thompson's metric max |log(z / z*)|.
+    """A guarantee about plain iteration from any start in the box, in Thompson's metric ``max |log(z / z*)|``.
 
     Attributes:
         factor: each step shrinks the distance to z* at least by this factor; 1 where nothing is guaranteed.

@@ -80,3 +80,30 @@ def test_an_operator_that_is_not_nonnegative_is_found():
 def test_a_model_without_layers():
     with pytest.raises(UsageError, match="no pcdeq layer"):
         pcdeq.check(nn.Linear(2, 2))
+
+
+def test_an_operator_of_the_users_without_inputs():
+    class Scaled(pcdeq.LinearMap):
+        def apply(self, z):
+            return z * self.weight
+
+        adjoint = apply
+
+        def terms(self, state):
+            return 1
+
+    class Scale(pcdeq.Operator):
+        def __init__(self):
+            super().__init__((3, 5), state_ndim=2, weight_norm=False)
+
+        def bind(self, weight):
+            return Scaled(weight)
+
+    layer = pcdeq.PcDEQ(Scale())
+    with torch.no_grad():
+        layer.operator.weight.fill_(2.0)
+    report = pcdeq.check(layer)
+    assert report.holds
+    assert report.layers[0].norm != report.layers[0].norm  # NaN: nothing is known of its inputs
+    assert pcdeq.check(layer, torch.randn(4, 3, 5)).layers[0].norm == pytest.approx(2.0)
+    assert str(report) == "model: holds: " + report.layers[0].reason

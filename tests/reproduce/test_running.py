@@ -26,7 +26,7 @@ EPOCHS = 30  # of half a second and less
 
 
 def command(runs: Path, *options: str, data: str = "mnist-mini") -> list[str]:
-    return ["reproduce", data, "--runs-dir", str(runs), "--device", "cpu", "--json", *options]
+    return ["reproduce", data, "--runs-dir", str(runs), "--device", "cpu", "--json", "--cpus", "1", *options]
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -126,7 +126,7 @@ class TestDisturbed:
         done = epochs_of(folder)
         worker = wait_for(lambda: Pulse.read(folder)).process
         process.kill()  # only the one who watches; the worker notices
-        process.wait()
+        process.communicate()
         wait_for(lambda: not _is_alive(worker))
         assert epochs_of(folder) >= done
         assert main(arguments) == 0
@@ -135,9 +135,7 @@ class TestDisturbed:
     @pytest.mark.parametrize("where", ["local", "ray"])
     def test_a_worker_is_killed(self, where, reference, tmp_path):
         folder = tmp_path / f"{ROW}-mnist-mini-seed0"
-        process = start(
-            *command(tmp_path, "--rows", ROW, "--runs", "1", "--epochs", str(EPOCHS), "--on", where, "--cpus", "1")
-        )
+        process = start(*command(tmp_path, "--rows", ROW, "--runs", "1", "--epochs", str(EPOCHS), "--on", where))
         wait_for(lambda: epochs_of(folder) >= 2)
         done = epochs_of(folder)
         assert done < EPOCHS, "too late to disturb it"
@@ -207,7 +205,7 @@ def test_wrong_requests_get_one_line(arguments, message, tmp_path, monkeypatch, 
 
 
 def test_too_large_a_request_for_the_cluster(tmp_path):
-    arguments = command(tmp_path, "--rows", ROW, "--runs", "1", "--epochs", "1", "--on", "ray", "--cpus", "4096")
+    arguments = command(tmp_path, "--rows", ROW, "--runs", "1", "--on", "ray", "--cpus", "4096")
     process = start(*arguments)
     _, err = process.communicate(timeout=400)
     assert process.returncode == 2, err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -89,7 +90,7 @@ class Reproduce:
 
         from pcdeq.reproduce import Board, run_locally, run_on_ray
 
-        board = Board(jobs, Console(highlight=False, stderr=self.json))
+        board = Board(jobs, Console(highlight=False, file=sys.stderr if self.json else sys.stdout))
         try:
             with board:
                 if self.on == "ray":

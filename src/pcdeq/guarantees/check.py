@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pcdeq.activations import require_concave
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
+from pcdeq.operators import Conv, Dense
 from pcdeq.solvers import Picard
 
 POWER_STEPS = 200
@@ -30,7 +31,7 @@ class LayerReport:
         measured_rate: the factor seen on the given inputs, of the last plain steps.
         norm: the largest singular value of W. Below 1, over the largest slope of s, Banach's theorem in the
             Euclidean norm would have sufficed.
-        radius: the spectral radius of W.
+        radius: the spectral radius of W; both are NaN for an operator of your own if no inputs were given.
         contraction: whether it would have.
         dead_rows: output units whose weights are all 0.
         negative: stored parameters below 0; they count as 0.
@@ -64,6 +65,9 @@ class Report:
     def holds(self) -> bool:
         """Whether every layer's guarantee holds."""
         return all(layer.holds for layer in self.layers)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{layer.name}: {'holds' if layer.holds else 'FAILS'}: {layer.reason}" for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -161,15 +165,18 @@ def _violation(layer: PcDEQ, x: Tensor | None) -> str | None:
 def _norm_and_radius(layer: PcDEQ, x: Tensor | None) -> tuple[float, float]:
     """Largest singular value and spectral radius of W, by power iteration; of its matrix where it has one.
 
-    A convolution needs the size of its images: without inputs it is taken on 16 places a side.
+    A convolution needs the size of its images: without inputs it is taken on 16 places a side. Of what an operator of
+    the user's wants nothing is known: without inputs both are NaN.
     """
     weight = layer.operator.effective_weight().double()
-    if layer.operator.state_ndim == 1 and x is None:
-        shape = (1, weight.shape[1])
-    elif x is not None:
+    if x is not None:
         shape = (1, *x.shape[x.ndim - layer.operator.state_ndim :])
-    else:
+    elif isinstance(layer.operator, Dense):
+        shape = (1, weight.shape[1])
+    elif isinstance(layer.operator, Conv):
         shape = (1, weight.shape[1], *[16] * (layer.operator.state_ndim - 1))
+    else:
+        return math.nan, math.nan
     linear = layer.operator.bind(weight)
     norm = math.sqrt(_power(lambda z: linear.adjoint(linear.apply(z)), shape))
     return norm, _power(linear.apply, shape)

@@ -16,7 +16,7 @@ from pcdeq.guarantees.mappings import require_cone
 
 
 def thompson(x: Tensor, y: Tensor) -> Tensor:
-    """Thompson's distance max |log xᵢ - log yᵢ| over the last dimension.
+    """Thompson's distance ``max |log xᵢ - log yᵢ|`` over the last dimension.
 
     Components where both are 0 do not count; where only one is, the distance is infinite.
 

@@ -6,8 +6,11 @@ must therefore lie on storage that all machines share.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from pcdeq.errors import PcdeqError, UsageError
@@ -25,12 +28,17 @@ def run_on_ray(jobs: Sequence[Job], board: Board, *, cpus: int = 1, gpus: float 
         cpus: that each run asks for, and its number of threads.
         gpus: that each run asks for; may be a fraction.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("--on ray needs Ray: pip install 'pcdeq[ray]'") from error
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--on ray needs Ray: pip install 'pcdeq[ray]'")
     if cpus < 1 or gpus < 0:
         raise UsageError(f"cpus must be at least 1 and gpus at least 0, got {cpus} and {gpus}")
+    with contextlib.redirect_stdout(sys.stderr):  # where Ray tells of workers that died
+        _run(jobs, board, cpus, gpus)
+
+
+def _run(jobs: Sequence[Job], board: Board, cpus: int, gpus: float) -> None:
+    import ray
+
     mine = not ray.is_initialized()
     if mine:
         _connect()

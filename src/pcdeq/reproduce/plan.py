@@ -119,7 +119,7 @@ def plan(
     if not chosen:
         raise UsageError(f"no row of {', '.join(datasets)} matches {pattern!r}; see `pcdeq list`")
     configs = (
-        TrainConfig(row.name, data=data, seed=seed, epochs=epochs or row.epochs, **settings)
+        TrainConfig(row.name, data=data, seed=seed, epochs=row.epochs if epochs is None else epochs, **settings)
         for seed in range(runs)
         for row, data in chosen
     )

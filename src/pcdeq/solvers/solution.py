@@ -23,7 +23,15 @@ CHECK_EVERY = 4
 
 
 class Outcome(enum.Enum):
-    """How a solve ended; the value says what to do about it."""
+    """How a solve ended; the value says what to do about it.
+
+    >>> import torch, pcdeq
+    >>> layer = pcdeq.PcDEQLinear(4, solver=pcdeq.Picard(tol=1e-12))
+    >>> layer.solve(torch.zeros(1, 4).double()).outcome.name
+    'CONVERGED'
+    >>> pcdeq.Outcome.PRECISION.value
+    'tol is below what this dtype can resolve: loosen tol or use float64'
+    """
 
     CONVERGED = "converged"
     MAX_STEPS = "the step limit was reached: raise max_steps, loosen tol, or use Anderson"
@@ -115,7 +123,7 @@ class Solution:
     """The result of a solve.
 
     Attributes:
-        value: the last value of the map, (samples, *state).
+        value: the last value of the map, ``(samples, *state)``.
         steps: steps taken by each sample, (samples,); a step from 0 counts although it needs no product.
         residual: the relative residual ‖g(z) - z‖ / ‖g(z)‖ at which each sample stopped. A small residual
             is not a small error (ReLU6, W = 0.999, x = 0.001 stops at 1e-4 with an error of 9 %): for that

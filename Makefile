@@ -42,6 +42,7 @@ check: lint docs test
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/models.py
 
 dist: setup
 	rm -rf dist build

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import cached
 from torchdeq import get_deq
 
 import pcdeq
+from pcdeq.models.baselines.deq import Explicit as ExplicitLayer
 from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 
 MAX_STEPS = 200
@@ -124,11 +125,24 @@ class TorchdeqAnderson(Torchdeq):
 
 
 class Explicit(Peer):
-    """One application of the layer's map instead of its fixed point: the floor."""
+    """The package's explicit layer with these weights, one product and no injection: the floor."""
+
+    def __init__(self, layer: pcdeq.PcDEQ, tol: float) -> None:
+        super().__init__(layer, tol)
+        del self.linear
+        self.explicit = ExplicitLayer(*layer.operator.weight_v.shape, activation=layer.activation.name)
+        with torch.no_grad():
+            self.explicit.weight.weight_g.copy_(layer.operator.weight_g)
+            self.explicit.weight.weight_v.copy_(layer.operator.weight_v)
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        for parameter in self.explicit.weight.parameters():
+            parameter.clamp_(min=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inject(x)
-        return self.step(x, x)
+        self.products += 1
+        return self.explicit(x)
 
 
 PEERS: dict[str, type[Peer]] = {

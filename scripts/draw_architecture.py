@@ -20,6 +20,7 @@ WHAT = {
     "guarantees": "certify, check, theory",
     "models": "the paper's networks by name",
     "layers": "PcDEQ: injection + operator + activation + solver",
+    "solving": "what a solve leaves",
     "implicit": "the one autograd function: solve forward, solve the adjoint backward",
     "rates": "steps known in advance",
     "sensitivity": "bounds on gradients",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pcdeq.errors import UsageError
-from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row, paper_dataset, rows
+from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row, own_rows, paper_dataset, rows
 
 
 class TestRows:
@@ -17,7 +17,7 @@ class TestRows:
         counts = {data: len(rows(data)) for data in ("mnist", "svhn", "cifar10")}
         assert counts == {"mnist": 17, "svhn": 12, "cifar10": 20}
         assert len(rows()) == 49
-        assert sum(row.topology is not None for row in rows()) == 32
+        assert sum(row.family == "pcdeq" for row in rows()) == 32
         assert len({(row.dataset, row.name) for row in rows()}) == 49
 
     @pytest.mark.parametrize(
@@ -40,13 +40,34 @@ class TestRows:
         assert (row.epochs, row.lr, row.lr_step, row.lr_factor) == (epochs, lr, lr_step, 0.1)
         assert (row.weight_decay, row.augment) == (weight_decay, name.endswith("-aug"))
 
-    def test_baselines_are_numbers_only(self):
-        row = find_row("mondeq-mt-aug", "cifar10")
-        assert (row.title, row.accuracy, row.params, row.topology) == ("monDEQ-MT*", 89.0, "1M", None)
+    @pytest.mark.parametrize(
+        ("data", "name", "title", "accuracy", "params", "channels", "epochs", "lr", "schedule"),
+        [
+            ("mnist", "node", "NODE", 96.4, "84K", (92,), 40, 1e-3, "step"),
+            ("cifar10", "anode", "ANODE", 60.6, "172K", (64, 10), 50, 1e-3, "step"),
+            ("cifar10", "mondeq-mt-aug", "monDEQ-MT*", 89.0, "1M", (64, 128, 128), 65, 0.05, "one-cycle"),
+        ],
+    )
+    def test_baselines(self, data, name, title, accuracy, params, channels, epochs, lr, schedule):
+        row = find_row(name, data)
+        assert (row.title, row.accuracy, row.params, row.channels) == (title, accuracy, params, channels)
+        assert (row.epochs, row.lr, row.schedule, row.weight_decay) == (epochs, lr, schedule, 0.0)
+        assert row.augment == name.endswith("-aug")
+
+    def test_our_rows_are_trained_like_the_pcdeq(self):
+        for data in ("mnist", "svhn", "cifar10"):
+            for row in own_rows(data):
+                kind = 2 if row.activation == "sigmoid" else 1
+                aug = "-aug" if row.augment else ""
+                like = find_row(f"pcdeq-{kind}-{row.topology}-{row.activation}{aug}", data)
+                named = {"name": row.name, "title": row.title, "family": row.family, "accuracy": None}
+                assert row == replace(like, **named)
+                assert find_row(row.name, data) == row
+        assert len(own_rows()) == 2 * 32
 
     def test_kind_agrees_with_activation(self):
         for row in rows():
-            if row.topology is not None:
+            if row.family == "pcdeq":
                 assert row.name.startswith("pcdeq-2") == (row.activation == "sigmoid")
 
     @pytest.mark.parametrize(
@@ -146,7 +167,6 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("bad", "message"),
         [
-            ({"row": "node"}, "baseline"),
             ({"row": "pcdeq-3-l-tanh"}, "unknown row"),
             ({"lr_step": 3}, "lr_step"),
             ({"flip": True}, "augment"),

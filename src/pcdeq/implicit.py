@@ -243,20 +243,29 @@ def fixed_point(
         report(result, adjoint_solver, "backward")
         return result.value
 
-    return _ReplaceGradient.apply(value, adjoint).reshape(z0.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return attach_gradient(value, value, adjoint).reshape(z0.shape)
+
+
+def attach_gradient(source: Tensor, value: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    """``value``, whose gradient, after ``adjoint``, goes where that of ``source`` would."""
+    return _ReplaceGradient.apply(source, value.detach(), adjoint)  # pyright: ignore[reportReturnType]
 
 
 class _ReplaceGradient(torch.autograd.Function):
-    """The identity, whose gradient is transformed by a given function."""
+    """Its second argument, whose gradient goes to the first, transformed by a given function."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, source: Tensor, value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.transform = transform
-        ctx.save_for_backward(value)
+        ctx.save_for_backward(source)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.no_grad():
             result = ctx.transform(grad)
-        return (_NoSecondDerivative.apply(result, *ctx.saved_tensors) if torch.is_grad_enabled() else result), None
+        return (
+            (_NoSecondDerivative.apply(result, *ctx.saved_tensors) if torch.is_grad_enabled() else result),
+            None,
+            None,
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pcdeq.activations import Activation, as_activation
 from pcdeq.enclosure import Enclosure, enclose_near, enclose_tightly, refine, solve_decided
@@ -24,8 +24,9 @@ from pcdeq.injection import Relu, Softplus
 from pcdeq.operators import Conv, Dense, LinearMap, Operator
 from pcdeq.rates import Rate, a_priori_rate
 from pcdeq.sensitivity import GradientEnclosure, enclose_gradient
-from pcdeq.solvers import Anderson, Newton, Solution, Solver, SolveStats, report
+from pcdeq.solvers import Anderson, Newton, Solution, Solver, report
 from pcdeq.solvers.solution import per_sample
+from pcdeq.solving import SolvingLayer
 from pcdeq.warmstart import WarmStart
 
 Injection = Callable[[Tensor], Tensor]
@@ -36,7 +37,7 @@ Injection = Callable[[Tensor], Tensor]
 TINY_FLOOR = 1e-16
 
 
-class PcDEQ(nn.Module):
+class PcDEQ(SolvingLayer):
     """An equilibrium layer: the z that solves z = s(Wz + inject(x)), with W >= 0 and s concave.
 
     There is exactly one such z for every weight and input, and plain iteration reaches it. The layer
@@ -74,9 +75,6 @@ class PcDEQ(nn.Module):
     True
     """
 
-    last_forward: SolveStats | None
-    last_backward: SolveStats | None
-
     def __init__(
         self,
         operator: Operator,
@@ -91,7 +89,6 @@ class PcDEQ(nn.Module):
         gradient_steps: int = 5,
         warm_start: bool = True,
     ) -> None:
-        super().__init__()
         if not isinstance(operator, Operator):
             raise UsageError(f"operator must be a pcdeq.Operator, got {type(operator).__name__}")
         if gradient not in GRADIENTS:
@@ -101,6 +98,8 @@ class PcDEQ(nn.Module):
         for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver)):
             if not isinstance(given, Solver | None):
                 raise UsageError(f"{name} must be Picard(...), Anderson(...) or Newton(...), got {given!r}")
+        solver = Anderson() if solver is None else solver
+        super().__init__(solver, _adjoint_of(solver) if adjoint_solver is None else adjoint_solver)
         self.operator = operator
         self.activation = as_activation(activation)
         self.injection = injection
@@ -109,12 +108,8 @@ class PcDEQ(nn.Module):
                 raise UsageError("give either floor or rate: the rate decides the floor")
             floor = max(self.activation.floor_for(rate), TINY_FLOOR)
         self.floor = self._checked_floor(floor)
-        self.solver = Anderson() if solver is None else solver
-        self.adjoint_solver = _adjoint_of(self.solver) if adjoint_solver is None else adjoint_solver
         self.gradient: Gradient = gradient
         self.gradient_steps = gradient_steps
-        self.last_forward = None
-        self.last_backward = None
         self.warm = WarmStart() if warm_start else None
 
     def _checked_floor(self, floor: float | None) -> float:
@@ -334,14 +329,6 @@ class PcDEQ(nn.Module):
             self._record_backward,
             self._observe,
         )
-
-    def _record_forward(self, solution: Solution) -> None:
-        self.last_forward = SolveStats.of(solution)
-        report(solution, self.solver, "forward")
-
-    def _record_backward(self, solution: Solution) -> None:
-        self.last_backward = SolveStats.of(solution)
-        report(solution, self.adjoint_solver, "backward")
 
     def _observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
         if self.training and self.warm is not None:

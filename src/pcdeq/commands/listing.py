@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from pcdeq.commands.shared import Flag, print_table
-from pcdeq.recipes import rows
+from pcdeq.recipes import own_rows, rows
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class List:
     """List the rows of the paper, or your runs."""
 
     what: Annotated[Literal["rows", "runs"], Positional] = "rows"
-    """rows: of the paper, with parameters, published accuracy and command; runs: yours."""
+    """rows: of the paper, then ours to compare, with parameters, published accuracy and command; runs: yours."""
     runs_dir: Path = Path("runs")
     """Where to look for runs."""
     json: Flag = False
@@ -41,11 +41,11 @@ def _row_entries() -> list[dict[str, Any]]:
         {
             "data": row.dataset,
             "row": row.title,
-            "parameters": row.params if row.parameters is None else f"{row.parameters:,}",
+            "parameters": f"{row.parameters:,}",
             "accuracy %": row.accuracy,
-            "command": f"pcdeq train {row.name} --data {row.dataset}" if row.topology else "published by others",
+            "command": f"pcdeq train {row.name} --data {row.dataset}",
         }
-        for row in rows()
+        for row in (*rows(), *own_rows())
     ]
 
 

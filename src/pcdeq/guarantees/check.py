@@ -86,7 +86,7 @@ def check(model: nn.Module, images: Tensor | None = None) -> Report:
     """
     layers = {name or "model": module for name, module in model.named_modules() if isinstance(module, PcDEQ)}
     if not layers:
-        raise UsageError("the model has no pcdeq layer to check")
+        raise UsageError("the model has no pcDEQ layer, whose guarantee could be checked")
     seen = {} if images is None else _inputs_of(model, layers, images)
     return Report(tuple(_check_layer(name, layer, seen.get(name)) for name, layer in layers.items()))
 

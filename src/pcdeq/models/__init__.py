@@ -1,8 +1,19 @@
 """Networks: the paper's three topologies, by row name, with the authors' weights if you have them."""
 
 from pcdeq.models.frozen import freeze
-from pcdeq.models.networks import MC, SC, L, Network, Preprocessing, equilibrium_layers
+from pcdeq.models.networks import MC, SC, L, Network, Preprocessing, equilibrium_layers, pcdeq_layers
 from pcdeq.models.reference import load_reference
 from pcdeq.models.registry import build
 
-__all__ = ["MC", "SC", "L", "Network", "Preprocessing", "build", "equilibrium_layers", "freeze", "load_reference"]
+__all__ = [
+    "MC",
+    "SC",
+    "L",
+    "Network",
+    "Preprocessing",
+    "build",
+    "equilibrium_layers",
+    "freeze",
+    "load_reference",
+    "pcdeq_layers",
+]

@@ -7,7 +7,7 @@ from typing import Any
 
 from pcdeq._version import __version__
 from pcdeq.layers import PcDEQ
-from pcdeq.models.networks import Network, equilibrium_layers
+from pcdeq.models.networks import Network, pcdeq_layers
 
 TOPOLOGY = {
     "L": "one dense equilibrium layer",
@@ -45,7 +45,7 @@ def model_card(model: Network) -> str:
 
 
 def _first(model: Network) -> PcDEQ:
-    return equilibrium_layers(model)[0]
+    return pcdeq_layers(model)[0]
 
 
 def _front_matter(facts: dict[str, Any], title: str) -> str:
@@ -69,7 +69,7 @@ def _front_matter(facts: dict[str, Any], title: str) -> str:
 
 def _what(model: Network) -> str:
     shape = " x ".join(map(str, model.image_shape))
-    widths = ", ".join(str(layer.operator.raw[0].shape[0]) for layer in equilibrium_layers(model))
+    widths = ", ".join(str(layer.operator.raw[0].shape[0]) for layer in pcdeq_layers(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     plural = "widths" if "," in widths else "width"
     lines = [

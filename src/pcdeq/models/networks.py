@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +25,27 @@ from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Solver
+from pcdeq.solving import SolvingLayer
 
 
-class LayerOptions(TypedDict, total=False):
+class SolverOptions(TypedDict, total=False):
+    """Keywords that every layer takes which solves something."""
+
+    solver: Solver | None
+    adjoint_solver: Solver | None
+
+
+class LayerOptions(SolverOptions, total=False):
     """Keywords that a network hands on to its equilibrium layers."""
 
     activation: str | Activation
     injection: Injection | None
     floor: float | None
     weight_norm: bool
-    solver: Solver | None
-    adjoint_solver: Solver | None
     gradient: Gradient
     gradient_steps: int
     warm_start: bool
+    rate: float | None
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,16 @@ class Preprocessing:
         return (0 - mean) / std, (1 - mean) / std
 
 
+def solver_options(kind: str, options: LayerOptions) -> SolverOptions:
+    """The options, if they are about solvers only; else a `UsageError` that says what ``kind`` does not take."""
+    unknown = sorted(options.keys() - SolverOptions.__annotations__.keys())
+    if unknown:
+        raise UsageError(f"{kind} takes no {', '.join(unknown)}; only {', '.join(SolverOptions.__annotations__)}")
+    return cast(SolverOptions, options)
+
+
 class Network(nn.Sequential):
-    """What the three topologies share; a subclass says in `layers` what it consists of.
+    """What all networks share; a subclass says in `layers` what it consists of.
 
     Args:
         channels: the width of each equilibrium layer.
@@ -78,6 +94,9 @@ class Network(nn.Sequential):
     """
 
     widths: ClassVar[int]  # how many equilibrium layers, so how many channel numbers
+    # What makes the layers of the paper's topologies, from a width and options: these, or a baseline's.
+    dense: ClassVar[Callable[..., nn.Module]] = PcDEQLinear
+    conv: ClassVar[Callable[..., nn.Module]] = PcDEQConv2d
 
     def __init__(
         self,
@@ -86,9 +105,7 @@ class Network(nn.Sequential):
         num_classes: int = 10,
         **options: Unpack[LayerOptions],
     ) -> None:
-        if len(channels) != self.widths or min(channels) < 1:
-            name = type(self).__name__
-            raise UsageError(f"channels of {name} must be {self.widths} positive number(s), got {channels}")
+        self.check_channels(channels)
         super().__init__(OrderedDict(self.layers(channels, image_shape, num_classes, options)))
         self.image_shape = image_shape
         self.num_classes = num_classes
@@ -96,12 +113,29 @@ class Network(nn.Sequential):
         self.training_facts: dict[str, Any] | None = None  # set by whoever trained it; for the model card
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # faster convolutions
 
-    @staticmethod
+    @classmethod
+    def check_channels(cls, channels: tuple[int, ...]) -> None:
+        """Raise `UsageError` unless these are widths for this network."""
+        if len(channels) != cls.widths or min(channels) < 1:
+            raise UsageError(f"channels of {cls.__name__} must be {cls.widths} positive number(s), got {channels}")
+
+    @classmethod
     def layers(
-        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
     ) -> dict[str, nn.Module]:
         """The layers by name, from the image to the class scores."""
         raise NotImplementedError
+
+    @classmethod
+    def _stage(cls, lift: nn.Conv2d, options: LayerOptions, number: str = "") -> dict[str, nn.Module]:
+        """A convolution that changes the number of channels, and the equilibrium layer after it."""
+        return {
+            f"lift{number}": lift,
+            f"lift{number}_norm": BatchNorm2d(lift.out_channels),
+            f"deq{number}": cls.conv(lift.out_channels, **options),
+            f"pool{number}": MaxPool3x3(),
+            f"deq{number}_norm": BatchNorm2d(lift.out_channels),
+        }
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):  # a part of a topology is no longer that topology
@@ -153,13 +187,13 @@ class Network(nn.Sequential):
         return pretrained.push_to_hub(self, repository, private=private, token=token)
 
 
-def equilibrium_layers(model: nn.Module) -> list[PcDEQ]:
-    """The equilibrium layers of a model, in the order in which they were defined.
+def equilibrium_layers(model: nn.Module) -> list[SolvingLayer]:
+    """The layers of a model that solve something, in the order in which they were defined.
 
     >>> [type(layer).__name__ for layer in equilibrium_layers(L((8,)))]
     ['PcDEQLinear']
     """
-    return [module for module in model.modules() if isinstance(module, PcDEQ)]
+    return [module for module in model.modules() if isinstance(module, SolvingLayer)]
 
 
 class L(Network):
@@ -171,16 +205,16 @@ class L(Network):
 
     widths = 1
 
-    @staticmethod
+    @classmethod
     def layers(
-        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
     ) -> dict[str, nn.Module]:
         (width,) = channels
         return {
             "flatten": nn.Flatten(),
             "lift": nn.Linear(math.prod(image_shape), width),
             "lift_norm": nn.BatchNorm1d(width),
-            "deq": PcDEQLinear(width, **options),
+            "deq": cls.dense(width, **options),
             "deq_norm": nn.BatchNorm1d(width),
             "classifier": nn.Linear(width, num_classes),
         }
@@ -195,13 +229,13 @@ class SC(Network):
 
     widths = 1
 
-    @staticmethod
+    @classmethod
     def layers(
-        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
     ) -> dict[str, nn.Module]:
         (width,) = channels
         lift = nn.Conv2d(image_shape[0], width, 3, padding=1)
-        return _stage(lift, options) | _head(width, image_shape, image_shape[1:], 8, num_classes)
+        return cls._stage(lift, options) | head(width, image_shape, image_shape[1:], 8, num_classes)
 
 
 class MC(Network):
@@ -213,32 +247,21 @@ class MC(Network):
 
     widths = 3
 
-    @staticmethod
+    @classmethod
     def layers(
-        channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
     ) -> dict[str, nn.Module]:
         first, second, third = channels
         size = tuple(((edge - 1) // 2 - 1) // 2 for edge in image_shape[1:])  # two convolutions of stride 2
         return (
-            _stage(nn.Conv2d(image_shape[0], first, 3, padding=1), options, number="1")
-            | _stage(nn.Conv2d(first, second, 3, stride=2), options, number="2")
-            | _stage(nn.Conv2d(second, third, 3, stride=2), options, number="3")
-            | _head(third, image_shape, size, 4, num_classes)
+            cls._stage(nn.Conv2d(image_shape[0], first, 3, padding=1), options, number="1")
+            | cls._stage(nn.Conv2d(first, second, 3, stride=2), options, number="2")
+            | cls._stage(nn.Conv2d(second, third, 3, stride=2), options, number="3")
+            | head(third, image_shape, size, 4, num_classes)
         )
 
 
-def _stage(lift: nn.Conv2d, options: LayerOptions, number: str = "") -> dict[str, nn.Module]:
-    """A convolution that changes the number of channels, and the equilibrium layer after it."""
-    return {
-        f"lift{number}": lift,
-        f"lift{number}_norm": BatchNorm2d(lift.out_channels),
-        f"deq{number}": PcDEQConv2d(lift.out_channels, **options),
-        f"pool{number}": MaxPool3x3(),
-        f"deq{number}_norm": BatchNorm2d(lift.out_channels),
-    }
-
-
-def _head(
+def head(
     width: int, image_shape: ImageShape, size: tuple[int, ...], pooling: int, num_classes: int
 ) -> dict[str, nn.Module]:
     """Average the last feature maps, of the given size, and classify."""
@@ -253,3 +276,12 @@ def _head(
         "flatten": nn.Flatten(),
         "classifier": nn.Linear(width * rows * columns, num_classes),
     }
+
+
+def pcdeq_layers(model: nn.Module) -> list[PcDEQ]:
+    """Those of them for which there are guarantees.
+
+    >>> [type(layer).__name__ for layer in pcdeq_layers(L((8,)))]
+    ['PcDEQLinear']
+    """
+    return [module for module in model.modules() if isinstance(module, PcDEQ)]

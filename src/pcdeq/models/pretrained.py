@@ -21,10 +21,10 @@ from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.files import write_file
 from pcdeq.layers import PcDEQ
 from pcdeq.models.card import model_card
-from pcdeq.models.networks import Network, Preprocessing, equilibrium_layers
-from pcdeq.models.registry import TOPOLOGIES
+from pcdeq.models.networks import MC, SC, L, Network, Preprocessing, pcdeq_layers
 from pcdeq.solvers import Anderson, Newton, Picard, Solver
 
+TOPOLOGIES: dict[str, type[Network]] = {"l": L, "sc": SC, "mc": MC}
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 SOLVERS: dict[str, type[Solver]] = {kind.__name__: kind for kind in (Anderson, Picard, Newton)}
 LAYER_KEYS = {"activation", "floor", "weight_norm", "solver", "adjoint_solver", "gradient", "gradient_steps"}
@@ -50,14 +50,14 @@ def to_config(model: Network) -> dict[str, Any]:
     topology = {kind: name for name, kind in TOPOLOGIES.items()}.get(type(model))
     if topology is None:
         raise UsageError(f"only the networks of pcdeq can be saved like this, not {type(model).__name__}")
-    options = [_options_of(layer) for layer in equilibrium_layers(model)]
+    options = [_options_of(layer) for layer in pcdeq_layers(model)]
     if any(other != options[0] for other in options):
         raise UsageError("the equilibrium layers have different settings, which a configuration cannot tell")
     return {
         "model_type": "pcdeq",
         "pcdeq_version": __version__,
         "topology": topology,
-        "channels": [layer.operator.raw[0].shape[0] for layer in equilibrium_layers(model)],
+        "channels": [layer.operator.raw[0].shape[0] for layer in pcdeq_layers(model)],
         "image_shape": list(model.image_shape),
         "num_classes": model.num_classes,
         "layers": options[0],

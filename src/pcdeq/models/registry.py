@@ -1,14 +1,31 @@
-"""Networks by the names of the paper's rows."""
+"""Networks by the names of the rows: the paper's, and those that it is compared with."""
 
 from __future__ import annotations
 
 from typing import Unpack
 
-from pcdeq.errors import UsageError
+from pcdeq.models.baselines.deq import DEQL, DEQMC, DEQSC, ExplicitL, ExplicitMC, ExplicitSC
+from pcdeq.models.baselines.mondeq import MonDEQL, MonDEQMT, MonDEQSC
+from pcdeq.models.baselines.node import ANODE, NODE
 from pcdeq.models.networks import MC, SC, L, LayerOptions, Network
-from pcdeq.recipes import ImageShape, find_row
+from pcdeq.recipes import Family, ImageShape, Topology, find_row
 
-TOPOLOGIES: dict[str, type[Network]] = {"l": L, "sc": SC, "mc": MC}
+NETWORKS: dict[tuple[Family, Topology], type[Network]] = {
+    ("pcdeq", "l"): L,
+    ("pcdeq", "sc"): SC,
+    ("pcdeq", "mc"): MC,
+    ("mondeq", "l"): MonDEQL,
+    ("mondeq", "sc"): MonDEQSC,
+    ("mondeq", "mt"): MonDEQMT,
+    ("node", "ode"): NODE,
+    ("anode", "ode"): ANODE,
+    ("deq", "l"): DEQL,
+    ("deq", "sc"): DEQSC,
+    ("deq", "mc"): DEQMC,
+    ("explicit", "l"): ExplicitL,
+    ("explicit", "sc"): ExplicitSC,
+    ("explicit", "mc"): ExplicitMC,
+}
 
 _IMAGE_SHAPES: dict[str, ImageShape] = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32)}
 
@@ -22,7 +39,7 @@ def build(
     channels: tuple[int, ...] | None = None,
     **options: Unpack[LayerOptions],
 ) -> Network:
-    """The untrained network of a row of the paper, for its data or for yours.
+    """The untrained network of a row, for its data or for yours.
 
     ``options`` go to the equilibrium layers, such as ``solver=Picard(stop="batch")``.
 
@@ -31,12 +48,13 @@ def build(
     130950
     >>> build("pcdeq-2-l-sigmoid", image_shape=(3, 8, 8), num_classes=4, channels=(16,)).num_classes
     4
+    >>> type(build("mondeq-sc")).__name__
+    'MonDEQSC'
     """
     row = find_row(name, data, None if image_shape is None else image_shape[0])
-    if row.topology is None or row.activation is None:
-        raise UsageError(f"{name} is a published baseline, not a network of pcdeq; see `pcdeq list`")
-    options.setdefault("activation", row.activation)
-    return TOPOLOGIES[row.topology](
+    if row.family in ("pcdeq", "deq", "explicit"):  # the others know only ReLU
+        options.setdefault("activation", row.activation)
+    return NETWORKS[row.family, row.topology](
         channels or row.channels,
         image_shape or _IMAGE_SHAPES[row.dataset],
         num_classes or 10,

@@ -19,8 +19,7 @@ from pcdeq.enclosure import enclose_near
 from pcdeq.equation import Equation
 from pcdeq.errors import ConvergenceWarning
 from pcdeq.guarantees.metrics import thompson
-from pcdeq.layers import PcDEQ
-from pcdeq.models import Network, equilibrium_layers
+from pcdeq.models import Network, pcdeq_layers
 from pcdeq.rates import a_priori_rate
 from pcdeq.report.charts import BLUE, COLOURS, GREEN, LABELS, ORANGE, STYLES, Chart, finish, new_figure
 from pcdeq.report.curves import NETWORKS, families
@@ -49,7 +48,7 @@ class Subject:
     def equation(self) -> Equation:
         """The equation of its first equilibrium layer for the first images, in float64."""
         network = copy.deepcopy(self.network).double()
-        layer = equilibrium_layers(network)[0]
+        layer = pcdeq_layers(network)[0]
         seen: list[Tensor] = []
         handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         with torch.no_grad():
@@ -221,7 +220,7 @@ def draw_tolerances(subjects: list[Subject]) -> Chart:
 
 def _at_tolerance(subject: Subject, tol: float, solver: str) -> dict[str, Any]:
     network = copy.deepcopy(subject.network)
-    layers: list[PcDEQ] = equilibrium_layers(network)
+    layers = pcdeq_layers(network)
     for layer in layers:
         if solver == "plain":
             layer.warm, layer.solver = None, Picard(tol=tol)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pcdeq.errors import UsageError
-from pcdeq.recipes import TrainConfig, paper_dataset, rows
+from pcdeq.recipes import TrainConfig, own_rows, paper_dataset, rows
 from pcdeq.training import Run, read_summary
 from pcdeq.training.run import RUNS
 
@@ -96,13 +96,15 @@ def plan(
 
     Args:
         datasets: of the paper; or others, which follow the rows of the one they resemble.
-        pattern: for row names, as for file names.
+        pattern: for row names, as for file names. Rows that are not the paper's must be asked for.
         image_channels: of data that are not the paper's, to choose the rows by.
         epochs: of each run; by default the row's.
         settings: of `TrainConfig`, the same for all runs.
 
     >>> [job.name for job in plan(("mnist",), pattern="pcdeq-?-l-*d", runs=2)]
     ['pcdeq-2-l-sigmoid-mnist-seed0', 'pcdeq-2-l-sigmoid-mnist-seed1']
+    >>> [job.name for job in plan(("mnist",), pattern="deq-l-t*", runs=1)]
+    ['deq-l-tanh-mnist-seed0']
     >>> plan(("mnist",), pattern="*-gelu")
     Traceback (most recent call last):
     ...
@@ -110,11 +112,13 @@ def plan(
     """
     if runs < 1:
         raise UsageError(f"runs must be at least 1, got {runs}")
+    tables = (rows,) if pattern == "*" else (rows, own_rows)
     chosen = [
         (row, data)
         for data in datasets
-        for row in rows(paper_dataset(data, image_channels))
-        if row.epochs is not None and fnmatchcase(row.name, pattern)
+        for table in tables
+        for row in table(paper_dataset(data, image_channels))
+        if fnmatchcase(row.name, pattern)
     ]
     if not chosen:
         raise UsageError(f"no row of {', '.join(datasets)} matches {pattern!r}; see `pcdeq list`")

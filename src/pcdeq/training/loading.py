@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pcdeq.errors import DataError
+from pcdeq.errors import DataError, UsageError
 from pcdeq.models import Network, Preprocessing, build, equilibrium_layers
 from pcdeq.recipes import ImageShape, ResolvedConfig
 from pcdeq.solvers import Anderson, Picard
@@ -29,7 +29,10 @@ def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing:
     network.preprocessing = preprocessing
     given = {"tol": config.tol, "max_steps": config.max_steps}
     changes = {name: value for name, value in given.items() if value is not None}
-    for layer in equilibrium_layers(network):
+    layers = equilibrium_layers(network)
+    if changes and not layers:
+        raise UsageError(f"{config.row} has nothing to solve: {' and '.join(changes)} mean nothing to it")
+    for layer in layers:
         layer.solver = layer.solver.with_options(**changes)
         layer.adjoint_solver = layer.adjoint_solver.with_options(**changes)
     return network

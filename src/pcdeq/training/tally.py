@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pcdeq.layers import PcDEQ
+from pcdeq.solving import SolvingLayer
 
 
 @dataclass
 class Tally:
     """Sums over an epoch, on this process; losses stay on the device until someone asks."""
 
-    layers: list[PcDEQ]
+    layers: list[SolvingLayer]
     losses: list[Tensor] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
     images: list[int] = field(default_factory=list)

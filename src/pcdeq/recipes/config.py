@@ -1,9 +1,7 @@
-"""The paper's tables as data, and the one configuration that a training run needs.
+"""The one configuration that a training run needs.
 
-A :class:`Row` is one line of the paper's accuracy tables: what was published and, for the pcDEQ
-rows, the hyperparameters that made it. A :class:`TrainConfig` names a row and overrides whatever
-the user wants different; :meth:`TrainConfig.resolve` fills in the rest from the row. Neither needs
-torch, so that the command line can explain itself at once.
+A :class:`TrainConfig` names a row and overrides whatever the user wants different;
+:meth:`TrainConfig.resolve` fills in the rest from the row.
 """
 
 from __future__ import annotations
@@ -12,180 +10,14 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pcdeq.errors import UsageError
+from pcdeq.recipes.rows import Schedule, find_row, paper_dataset
 
-Topology = Literal["l", "sc", "mc"]
-Schedule = Literal["step", "one-cycle", "constant"]
 ImageShape = tuple[int, int, int]  # (channels, height, width)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the paper's tables: published numbers and, for a pcDEQ, how to get them.
-
-    The paper took its baseline rows from elsewhere, so they carry no hyperparameters
-    (``topology is None``). Accuracies are percentages of the test set.
-
-    >>> row = find_row("pcdeq-1-sc-tanh", "cifar10")
-    >>> row.title, row.accuracy, row.parameters, row.channels
-    ('pcDEQ-1-SC-Tanh', 76.6, 164760, (125,))
-    """
-
-    dataset: str
-    name: str
-    title: str
-    accuracy: float | None
-    params: str
-    parameters: int | None = None
-    topology: Topology | None = None
-    activation: str | None = None
-    channels: tuple[int, ...] = ()
-    epochs: int | None = None
-    lr: float | None = None
-    schedule: Schedule | None = None
-    lr_step: int | None = None
-    lr_factor: float | None = None
-    weight_decay: float | None = None
-    augment: bool = False
-
-
-# dataset  title  params  accuracy  [channels  epochs  lr  lr_step  lr_factor  weight_decay]
-_TABLES = """
-mnist   NODE                 84K  96.4
-mnist   ANODE                84K  98.2
-mnist   monDEQ-L             84K  98.1
-mnist   monDEQ-SC            84K  99.1
-mnist   monDEQ-MT            81K  99.0
-mnist   pcDEQ-1-L-ReLU6      70K  98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-L-Tanh       70K  98.2  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-L-Softsign   70K  98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-2-L-Sigmoid    70K  98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-SC-ReLU6     69K  99.2  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-1-SC-Tanh      69K  99.2  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-1-SC-Softsign  69K  99.1  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-2-SC-Sigmoid   69K  98.9  82           40  0.0002  30  0.1  0.02
-mnist   pcDEQ-1-MC-ReLU6     41K  99.3  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-1-MC-Tanh      41K  99.2  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-1-MC-Softsign  41K  99.2  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-2-MC-Sigmoid   41K  98.7  12,24,48     40  0.0002  30  0.1  0.015
-svhn    NODE                 172K 81.0
-svhn    ANODE                172K 83.5
-svhn    monDEQ-SC            172K 88.7
-svhn    monDEQ-MT            170K 92.4
-svhn    pcDEQ-1-SC-ReLU6     165K 88.0  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-1-SC-Tanh      165K 88.1  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-1-SC-Softsign  165K 88.4  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-2-SC-Sigmoid   165K 87.3  125          80  0.0005  70  0.1  0.02
-svhn    pcDEQ-1-MC-ReLU6     131K 93.0  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-1-MC-Tanh      131K 92.3  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-1-MC-Softsign  131K 92.3  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-2-MC-Sigmoid   131K 91.5  20,50,80     50  0.0002  40  0.1  0.015
-cifar10 NODE                 172K 53.7
-cifar10 NODE*                1M   59.9
-cifar10 ANODE                172K 60.6
-cifar10 ANODE*               1M   73.4
-cifar10 monDEQ-SC            172K 74.0
-cifar10 monDEQ-SC*           854K 82.0
-cifar10 monDEQ-MT            170K 72.0
-cifar10 monDEQ-MT*           1M   89.0
-cifar10 pcDEQ-1-SC-ReLU6     165K 76.3  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-1-SC-Tanh      165K 76.6  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-1-SC-Softsign  165K 76.4  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-2-SC-Sigmoid   165K 75.5  125          80  0.0002  70  0.1  0.02
-cifar10 pcDEQ-1-MC-ReLU6     131K 78.2  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-ReLU6*    661K 89.2  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-1-MC-Tanh      131K 76.5  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-Tanh*     661K 88.5  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-1-MC-Softsign  131K 77.1  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-Softsign* 661K 89.0  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-2-MC-Sigmoid   131K 71.0  20,50,80     50  0.0002  40  0.1  0.015
-cifar10 pcDEQ-2-MC-Sigmoid*  661K 85.6  100,120,140  120 0.0002  100 0.1  0.02
-"""
-
-# The published counts are rounded; these follow from the networks, which depend only on the
-# colours, the channels and the image size (SVHN and CIFAR-10 share theirs).
-_PARAMETERS = {"70K": 70410, "69K": 69136, "41K": 41278, "165K": 164760, "131K": 130950, "661K": 661470}
-
-
-def _parse_row(line: str) -> Row:
-    dataset, title, params, accuracy, *recipe = line.split()
-    name = title.lower().replace("*", "-aug")
-    row = Row(dataset, name, title, float(accuracy), params, augment=name.endswith("-aug"))
-    if not recipe:
-        return row
-    _, _, topology, activation = title.rstrip("*").lower().split("-")
-    channels, epochs, lr, lr_step, lr_factor, weight_decay = recipe
-    return replace(
-        row,
-        parameters=_PARAMETERS[params],
-        topology=cast(Topology, topology),
-        activation=activation,
-        channels=tuple(map(int, channels.split(","))),
-        epochs=int(epochs),
-        lr=float(lr),
-        schedule="step",
-        lr_step=int(lr_step),
-        lr_factor=float(lr_factor),
-        weight_decay=float(weight_decay),
-    )
-
-
-_ROWS = tuple(map(_parse_row, _TABLES.strip().splitlines()))
-_NAMES = sorted({row.name for row in _ROWS})
-_PAPER_DATASETS = ("mnist", "svhn", "cifar10")
-_LIKE_MNIST = ("mnist-mini", "fashion-mnist", "kmnist")
-
-
-def rows(dataset: str | None = None) -> tuple[Row, ...]:
-    """All rows of the paper, or those of one of its data sets, in the paper's order.
-
-    >>> len(rows()), [row.name for row in rows("svhn")][:2]
-    (49, ['node', 'anode'])
-    """
-    if dataset is not None and dataset not in _PAPER_DATASETS:
-        raise UsageError(f"the paper has no rows for {dataset!r}, only for {', '.join(_PAPER_DATASETS)}")
-    return tuple(row for row in _ROWS if dataset in (None, row.dataset))
-
-
-def paper_dataset(data: str, image_channels: int | None = None) -> str:
-    """The data set of the paper whose hyperparameters suit ``data``.
-
-    Grey pictures follow MNIST and other colour pictures CIFAR-10.
-
-    >>> paper_dataset("fashion-mnist"), paper_dataset("my/pictures", image_channels=3)
-    ('mnist', 'cifar10')
-    """
-    if data in _PAPER_DATASETS:
-        return data
-    return "mnist" if data in _LIKE_MNIST or image_channels == 1 else "cifar10"
-
-
-def find_row(name: str, data: str = "mnist", image_channels: int | None = None) -> Row:
-    """The row called ``name`` for ``data``, or the paper's nearest where it has none for that data.
-
-    Compare the result's ``dataset`` with ``data`` to see whose hyperparameters it holds. The row
-    ``demo`` is ours: the MC ReLU6 network with a schedule that fits in about a minute.
-
-    >>> find_row("pcdeq-1-l-tanh", "kmnist").dataset
-    'mnist'
-    >>> find_row("pcdeq-1-l-than")
-    Traceback (most recent call last):
-    ...
-    pcdeq.errors.UsageError: unknown row 'pcdeq-1-l-than'; did you mean pcdeq-1-l-tanh? See `pcdeq list`
-    """
-    if name == "demo":
-        network = find_row("pcdeq-1-mc-relu6", data, image_channels)
-        return replace(network, name="demo", title="demo", accuracy=None, epochs=5, lr=1e-2, schedule="one-cycle")
-    named = {row.dataset: row for row in _ROWS if row.name == name}
-    if not named:
-        near = difflib.get_close_matches(name, [*_NAMES, "demo"], n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise UsageError(f"unknown row {name!r}{hint} See `pcdeq list`")
-    return named.get(paper_dataset(data, image_channels)) or next(iter(named.values()))
 
 
 @dataclass(frozen=True)
@@ -283,8 +115,6 @@ class TrainConfig:
         """Fill in from the row whatever was left open; ``image_shape`` helps with data of your own."""
         image_channels = None if image_shape is None else image_shape[0]
         row = find_row(self.row, self.data, image_channels)
-        if row.topology is None:
-            raise UsageError(f"{row.name} is a published baseline without hyperparameters; train a pcdeq row")
         schedule = self.schedule or row.schedule
         if schedule != "step" and (self.lr_step or self.lr_factor):
             raise UsageError(f"lr_step and lr_factor belong to the schedule step, not to {schedule}")

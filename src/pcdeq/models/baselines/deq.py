@@ -1,0 +1,226 @@
+"""Equilibrium layers without constraints (Bai, Kolter & Koltun 2019), and the explicit layers of the same shape.
+
+z = s(Wz + x) with the weight free in sign, under weight normalisation. Nothing is promised: there may be no
+equilibrium, many, or one that the solver does not reach. Where it fails, the layer says so in its statistics,
+takes the best value that it has, and its gradient falls back to that of one step (Fung et al. 2022).
+
+The explicit layer takes one step from where the solve would start, s(W s(x) + x), with the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pcdeq.errors import UsageError
+from pcdeq.implicit import attach_gradient, no_autocast, solve_adjoint
+from pcdeq.models.networks import MC, SC, L
+from pcdeq.operators import ConvMap, DenseMap, LinearMap
+from pcdeq.solvers import Anderson, Problem, Solution, Solver
+from pcdeq.solvers.solution import per_sample
+from pcdeq.solving import SolvingLayer
+
+TensorMap = Callable[[Tensor], Tensor]
+# An adjoint solve that stopped at a larger residual is no better than one step.
+USABLE_RESIDUAL = 0.1
+
+
+@dataclass(frozen=True)
+class FreeActivation:
+    """An activation on the whole line; its slope as a function of its value, and its range."""
+
+    value: TensorMap
+    slope: TensorMap
+    bounds: tuple[float, float]
+
+
+ACTIVATIONS = {
+    "tanh": FreeActivation(torch.tanh, lambda z: 1 - z * z, (-1.0, 1.0)),
+    "softsign": FreeActivation(nn.functional.softsign, lambda z: (1 - z.abs()) ** 2, (-1.0, 1.0)),
+    "relu6": FreeActivation(nn.functional.relu6, lambda z: ((z > 0) & (z < 6)).to(z.dtype), (0.0, 6.0)),
+    "sigmoid": FreeActivation(torch.sigmoid, lambda z: z * (1 - z), (0.0, 1.0)),
+}
+
+
+class FreeWeight(nn.Module):
+    """A weight of any sign as directions and scales, g_i v_i / ‖v_i‖ for each output unit."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight_v = nn.Parameter(torch.empty(shape))
+        # torch's own start, under which plain iteration converges: a spectral radius of about 0.6.
+        nn.init.kaiming_uniform_(self.weight_v, a=5**0.5)
+        norms = self.weight_v.detach().flatten(1).norm(dim=1)
+        self.weight_g = nn.Parameter(norms.reshape(-1, *[1] * (len(shape) - 1)))
+
+    def forward(self) -> Tensor:
+        rows = tuple(range(1, self.weight_v.ndim))
+        norm = torch.linalg.vector_norm(self.weight_v, dim=rows, keepdim=True)
+        return self.weight_v * (self.weight_g / norm.clamp(min=torch.finfo(norm.dtype).tiny))
+
+
+def bind(weight: Tensor) -> LinearMap:
+    """The linear map of a weight: a matrix, or a convolution that keeps the size."""
+    return DenseMap(weight) if weight.ndim == 2 else ConvMap(weight)
+
+
+def _activation(name: str) -> FreeActivation:
+    if name not in ACTIVATIONS:
+        raise UsageError(f"unknown activation {name!r} of a free layer; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+class DEQ(SolvingLayer):
+    """A z with z = s(Wz + x), if the solver finds one; W is free.
+
+    >>> layer = DEQ(4, 4, activation="tanh")
+    >>> z = layer(torch.randn(3, 4))
+    >>> layer.last_forward.unconverged
+    0
+    """
+
+    def __init__(
+        self,
+        *shape: int,
+        activation: str = "tanh",
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> None:
+        solver = Anderson() if solver is None else solver
+        adjoint_solver = solver if adjoint_solver is None else adjoint_solver
+        if {"certified", "decided"} & {solver.stop, adjoint_solver.stop}:
+            raise UsageError('stop="certified" and "decided" need a pcDEQ layer; use "sample" or "batch"')
+        super().__init__(solver, adjoint_solver)
+        self.weight = FreeWeight(*shape)
+        self.name = activation
+        self.activation = _activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with no_autocast(x.device.type):
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            weight = self.weight()
+            solution = self._equilibrium(bind(weight.detach()), x.detach())
+            self._record_forward(solution)
+            # A sample without a limit may have left the numbers; its neighbours in the batch must not suffer.
+            z = solution.value.nan_to_num(0.0)
+            if not torch.is_grad_enabled():
+                return z
+            source = bind(weight).apply(z) + x
+            return attach_gradient(source, z, lambda grad: self._pull(weight.detach(), z, grad))
+
+    @torch.no_grad()
+    def _equilibrium(self, linear: LinearMap, x: Tensor) -> Solution:
+        if not len(x):
+            return Solution.empty(x)
+        s = self.activation
+        return self.solver.solve(Problem(lambda z: s.value(linear.apply(z) + x), start=s.value(x), box=s.bounds))
+
+    @torch.no_grad()
+    def _pull(self, weight: Tensor, z: Tensor, grad: Tensor) -> Tensor:
+        """The gradient with respect to Wz + x."""
+        slope = self.activation.slope(z)
+        with no_autocast(grad.device.type):
+            solution = solve_adjoint(bind(weight), slope, grad, self.adjoint_solver)
+        self._record_backward(solution)
+        finite = solution.value.isfinite().flatten(1).all(1)
+        usable = finite & (solution.residual < USABLE_RESIDUAL)
+        return torch.where(per_sample(usable, grad), solution.value, slope * grad)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.name}, solver={self.solver}"
+
+
+class Explicit(nn.Module):
+    """One step of a `DEQ` instead of its equilibrium, s(W s(x) + x).
+
+    >>> Explicit(4, 4, activation="relu6")(torch.randn(3, 4)).shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(
+        self,
+        *shape: int,
+        activation: str = "tanh",
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> None:
+        if solver is not None or adjoint_solver is not None:
+            raise UsageError("an explicit layer solves nothing: leave the solver at its default")
+        super().__init__()
+        self.weight = FreeWeight(*shape)
+        self.name = activation
+        self.activation = _activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self.activation.value
+        return s(bind(self.weight()).apply(s(x)) + x)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.name}"
+
+
+class DEQLinear(DEQ):
+    """A dense `DEQ` on the last dimension."""
+
+    def __init__(self, features: int, **options) -> None:
+        super().__init__(features, features, **options)
+
+
+class DEQConv2d(DEQ):
+    """A `DEQ` of 3x3 convolutions."""
+
+    def __init__(self, channels: int, **options) -> None:
+        super().__init__(channels, channels, 3, 3, **options)
+
+
+class ExplicitLinear(Explicit):
+    """A dense `Explicit` layer on the last dimension."""
+
+    def __init__(self, features: int, **options) -> None:
+        super().__init__(features, features, **options)
+
+
+class ExplicitConv2d(Explicit):
+    """An `Explicit` layer of 3x3 convolutions."""
+
+    def __init__(self, channels: int, **options) -> None:
+        super().__init__(channels, channels, 3, 3, **options)
+
+
+class DEQL(L):
+    """The L network with free weights."""
+
+    dense = DEQLinear
+
+
+class DEQSC(SC):
+    """The SC network with free weights."""
+
+    conv = DEQConv2d
+
+
+class DEQMC(MC):
+    """The MC network with free weights."""
+
+    conv = DEQConv2d
+
+
+class ExplicitL(L):
+    """The L network with one step in place of its equilibrium."""
+
+    dense = ExplicitLinear
+
+
+class ExplicitSC(SC):
+    """The SC network with one step in place of its equilibrium."""
+
+    conv = ExplicitConv2d
+
+
+class ExplicitMC(MC):
+    """The MC network with one step in place of each equilibrium."""
+
+    conv = ExplicitConv2d

@@ -1,0 +1,175 @@
+"""Monotone operator equilibrium networks (Winston & Kolter 2020): L, SC and MT.
+
+The networks are their authors': no batch norm, ReLU, and a classifier right after the equilibrium. Their
+convolutions are circular on images with a border, of 1 pixel for SC and of 4 for MT, which reproduces the
+published numbers of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pcdeq.errors import UsageError
+from pcdeq.implicit import attach_gradient, no_autocast
+from pcdeq.models.baselines.monotone import ConvMonotone, DenseMonotone, Monotone, TieredMonotone
+from pcdeq.models.baselines.splitting import LARGEST_ALPHA, Method, Splitting, checked, search_alpha
+from pcdeq.models.networks import LayerOptions, Network, head, solver_options
+from pcdeq.recipes import ImageShape
+from pcdeq.solvers import Picard, Solver
+from pcdeq.solving import SolvingLayer
+
+TUNE_EVERY = 200  # training passes between two searches for the step size
+TIER_BORDER = 4  # pixels around the images of MT
+
+
+class MonDEQ(SolvingLayer):
+    """The z that solves z = ReLU(Wz + x), for a W that makes I - W strongly monotone.
+
+    Args:
+        operator: W.
+        splitting: ``"peaceman-rachford"``, which inverts I + α (I - W) once a pass, or ``"forward-backward"``.
+        alpha: the first step size; Peaceman-Rachford looks for a better one in training, every 200 passes.
+        damping: of Peaceman-Rachford's steps, in [0, 1).
+        solver: what iterates; by default plain iteration, as published. `Anderson` works as well.
+
+    >>> layer = MonDEQ(DenseMonotone(4))
+    >>> x = torch.randn(3, 4)
+    >>> z = layer(x)
+    >>> torch.allclose(z, torch.relu(layer.operator.product(z) + x), atol=1e-3)
+    True
+    """
+
+    alpha: Tensor
+    passes: Tensor
+
+    def __init__(
+        self,
+        operator: Monotone,
+        *,
+        splitting: str = "peaceman-rachford",
+        alpha: float = LARGEST_ALPHA,
+        damping: float = 0.0,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> None:
+        solver = Picard() if solver is None else solver
+        adjoint_solver = solver if adjoint_solver is None else adjoint_solver
+        if {"certified", "decided"} & {solver.stop, adjoint_solver.stop}:
+            raise UsageError('stop="certified" and "decided" need a pcDEQ layer; use "sample" or "batch"')
+        super().__init__(solver, adjoint_solver)
+        self.operator = operator
+        self.method: Method = checked(splitting, alpha, damping)
+        self.damping = damping
+        self.register_buffer("alpha", torch.tensor(float(alpha)))
+        self.register_buffer("passes", torch.tensor(0))  # in training: when to search again, also after a resume
+
+    def forward(self, x: Tensor) -> Tensor:
+        with no_autocast(x.device.type):
+            offset = self.operator.lift(x.contiguous().to(torch.promote_types(x.dtype, torch.float32)))
+            if self.training and self.method == "peaceman-rachford":
+                self._tune(offset.detach())
+            splitting = self._splitting(offset, float(self.alpha))
+            solution = splitting.equilibrium(offset.detach(), self.solver)
+            self._record_forward(solution)
+            z = solution.value
+            if torch.is_grad_enabled():
+                source = self.operator.product(z) + offset
+                z = attach_gradient(source, z, lambda grad: self._pull(splitting, solution.value, grad))
+            return self.operator.read(z)
+
+    def _pull(self, splitting: Splitting, z: Tensor, grad: Tensor) -> Tensor:
+        with no_autocast(grad.device.type):
+            solution = splitting.adjoint(z, grad.contiguous(), self.adjoint_solver)
+        self._record_backward(solution)
+        return solution.value
+
+    def _splitting(self, offset: Tensor, alpha: float) -> Splitting:
+        return Splitting.of(self.operator, self.method, alpha, offset, self.damping)
+
+    @torch.no_grad()
+    def _tune(self, offset: Tensor) -> None:
+        if int(self.passes) % TUNE_EVERY == 0 and len(offset):
+
+            def steps(alpha: float) -> int:
+                return int(self._splitting(offset, alpha).equilibrium(offset, self.solver).steps.max())
+
+            self.alpha.fill_(search_alpha(steps))
+        self.passes += 1
+
+    def extra_repr(self) -> str:
+        return f"m={self.operator.m}, {self.method}, alpha={float(self.alpha):g}, solver={self.solver}"
+
+
+class MonDEQL(Network):
+    """Flatten, dense layer, dense monDEQ, classifier.
+
+    >>> MonDEQL((16,))(torch.rand(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+
+    widths = 1
+
+    @classmethod
+    def layers(
+        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+    ) -> dict[str, nn.Module]:
+        (width,) = channels
+        return {
+            "flatten": nn.Flatten(),
+            "lift": nn.Linear(math.prod(image_shape), width),
+            "deq": MonDEQ(DenseMonotone(width), **solver_options("monDEQ", options)),
+            "classifier": nn.Linear(width, num_classes),
+        }
+
+
+class MonDEQSC(Network):
+    """Convolution, convolutional monDEQ at full resolution, average pooling, classifier.
+
+    >>> MonDEQSC((4,))(torch.rand(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+
+    widths = 1
+
+    @classmethod
+    def layers(
+        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+    ) -> dict[str, nn.Module]:
+        (width,) = channels
+        size = (image_shape[1] + 2, image_shape[2] + 2)
+        return {
+            "lift": nn.Conv2d(image_shape[0], width, 3, padding=2),  # a border of 1
+            "deq": MonDEQ(ConvMonotone(width, size), **solver_options("monDEQ", options)),
+            **head(width, image_shape, size, 4, num_classes),
+        }
+
+
+class MonDEQMT(Network):
+    """Convolution, one monDEQ whose three tiers have halving resolutions, classifier on the last of them.
+
+    >>> MonDEQMT((2, 3, 4))(torch.rand(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+
+    widths = 3
+
+    @classmethod
+    def layers(
+        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
+    ) -> dict[str, nn.Module]:
+        if image_shape[1] % 4 or image_shape[2] % 4:
+            raise UsageError(
+                f"the tiers of monDEQ-MT need images whose sides are multiples of 4, not {image_shape[1]} x "
+                f"{image_shape[2]}; the SC network takes others"
+            )
+        size = (image_shape[1] + 2 * TIER_BORDER, image_shape[2] + 2 * TIER_BORDER)
+        operator = TieredMonotone(channels, size)
+        return {
+            "lift": nn.Conv2d(image_shape[0], channels[0], 3, padding=1 + TIER_BORDER),
+            "deq": MonDEQ(operator, **solver_options("monDEQ", options)),
+            "flatten": nn.Flatten(),
+            "classifier": nn.Linear(math.prod(operator.shapes[-1]), num_classes),
+        }

@@ -1,0 +1,22 @@
+"""The paper's tables as data, and the configuration of a training run.
+
+A `Row` is one line of the paper's accuracy tables, or one that we compare with it: what was published, and
+the hyperparameters. None of this needs torch, so that the command line can explain itself at once.
+"""
+
+from pcdeq.recipes.config import ImageShape, ResolvedConfig, TrainConfig
+from pcdeq.recipes.rows import Family, Row, Schedule, Topology, find_row, own_rows, paper_dataset, rows
+
+__all__ = [
+    "Family",
+    "ImageShape",
+    "ResolvedConfig",
+    "Row",
+    "Schedule",
+    "Topology",
+    "TrainConfig",
+    "find_row",
+    "own_rows",
+    "paper_dataset",
+    "rows",
+]

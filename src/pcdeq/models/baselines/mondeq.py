@@ -21,7 +21,8 @@ from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Picard, Solver
 from pcdeq.solving import SolvingLayer
 
-TUNE_EVERY = 200  # training passes between two searches for the step size
+TUNE_EVERY = 200  # training passes between two searches for the step size...
+TUNE_EARLY = (8, 16, 32, 64, 128)  # ...and passes before that: W grows fastest at the beginning
 TIER_BORDER = 4  # pixels around the images of MT
 
 
@@ -31,7 +32,7 @@ class MonDEQ(SolvingLayer):
     Args:
         operator: W.
         splitting: ``"peaceman-rachford"``, which inverts I + α (I - W) once a pass, or ``"forward-backward"``.
-        alpha: the first step size; Peaceman-Rachford looks for a better one in training, every 200 passes.
+        alpha: the first step size; Peaceman-Rachford looks for a better one in training, at last every 200 passes.
         damping: of Peaceman-Rachford's steps, in [0, 1).
         solver: what iterates; by default plain iteration, as published. `Anderson` works as well.
 
@@ -91,7 +92,8 @@ class MonDEQ(SolvingLayer):
 
     @torch.no_grad()
     def _tune(self, offset: Tensor) -> None:
-        if int(self.passes) % TUNE_EVERY == 0 and len(offset):
+        passes = int(self.passes)
+        if (passes % TUNE_EVERY == 0 or passes in TUNE_EARLY) and len(offset):
 
             def steps(alpha: float) -> int:
                 return int(self._splitting(offset, alpha).equilibrium(offset, self.solver).steps.max())

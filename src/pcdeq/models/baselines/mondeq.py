@@ -1,8 +1,8 @@
 """Monotone operator equilibrium networks (Winston & Kolter 2020): L, SC and MT.
 
-The networks are their authors': no batch norm, ReLU, and a classifier right after the equilibrium. Their
-convolutions are circular on images with a border, of 1 pixel for SC and of 4 for MT, which reproduces the
-published numbers of parameters.
+No batch norm, ReLU, and a classifier right after the equilibrium. Convolutions are circular on images with a
+border, of 1 pixel for SC and of 4 for MT: with these the authors' widths give the published numbers of parameters
+(but for SC on MNIST). That this is how the authors came to them is our inference, not theirs.
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ class TestErrors:
         ("arguments", "code", "message"),
         [
             (["train", "pcdeq-1-l-than"], 2, "did you mean pcdeq-1-l-tanh?"),
-            (["train", "node"], 2, "published baseline"),
             (["train", "--data", "mnst"], 2, "mnist"),
             (["train", "--data", "nowhere/pictures"], 2, "nowhere/pictures"),
             (["train", "--resume", "nowhere"], 2, "not a run folder"),

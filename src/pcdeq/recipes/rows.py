@@ -216,13 +216,14 @@ def find_row(name: str, data: str = "mnist", image_channels: int | None = None) 
     Compare the result's ``dataset`` with ``data`` to see whose hyperparameters it holds. The row
     ``demo`` is ours: the MC ReLU6 network with a schedule that fits in about a minute.
 
-    >>> find_row("pcdeq-1-l-tanh", "kmnist").dataset
-    'mnist'
+    >>> find_row("pcdeq-1-l-tanh", "kmnist").dataset, find_row("monDEQ-MT*").name
+    ('mnist', 'mondeq-mt-aug')
     >>> find_row("pcdeq-1-l-than")
     Traceback (most recent call last):
     ...
     pcdeq.errors.UsageError: unknown row 'pcdeq-1-l-than'; did you mean pcdeq-1-l-tanh? See `pcdeq list`
     """
+    name = name.lower().replace("*", "-aug")  # as the tables print it
     if name == "demo":
         network = find_row("pcdeq-1-mc-relu6", data, image_channels)
         return replace(network, name="demo", title="demo", accuracy=None, epochs=5, lr=1e-2, schedule="one-cycle")

@@ -169,13 +169,13 @@ class TestCommands:
     def test_list(self, capsys):
         assert main(["list"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == 1 + 49
+        assert len(lines) == 1 + 49 + 64  # the paper's and ours
         (line,) = [line for line in lines if "pcDEQ-1-MC-ReLU6*" in line]
         assert "661,470" in line
         assert "89.2" in line
         assert "pcdeq train pcdeq-1-mc-relu6-aug --data cifar10" in line
         assert main(["list", "--json"]) == 0
-        assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 49
+        assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 49 + 64
 
     def test_list_runs_without_any(self, here, capsys):
         assert main(["list", "runs"]) == 0

@@ -179,3 +179,7 @@ class TestConfig:
     def test_a_resolved_configuration_has_no_open_ends(self):
         with pytest.raises(UsageError, match="epochs must be int, got None"):
             replace(TrainConfig().resolve(), epochs=None)
+
+
+def test_a_row_by_the_name_that_the_tables_print():
+    assert TrainConfig("monDEQ-MT*", data="cifar10").resolve().row == "mondeq-mt-aug"

@@ -133,7 +133,7 @@ class TrainConfig:
             "flip": augment and paper_dataset(self.data, image_channels) == "cifar10",
         }
         given = {name: value for name, value in self._values().items() if value is not None}
-        return ResolvedConfig(**{**defaults, **given})
+        return ResolvedConfig(**{**defaults, **given, "row": row.name})
 
     def _values(self) -> dict[str, Any]:
         return {item.name: getattr(self, item.name) for item in fields(self)}

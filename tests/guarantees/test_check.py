@@ -78,7 +78,7 @@ def test_an_operator_that_is_not_nonnegative_is_found():
 
 
 def test_a_model_without_layers():
-    with pytest.raises(UsageError, match="no pcdeq layer"):
+    with pytest.raises(UsageError, match="no pcDEQ layer"):
         pcdeq.check(nn.Linear(2, 2))
 
 

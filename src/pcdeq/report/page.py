@@ -19,7 +19,7 @@ from pcdeq.report.charts import Chart
 from pcdeq.report.claims import Claim, check_claims
 from pcdeq.report.curves import draw_families
 from pcdeq.report.studies import Subject, draw_studies, find_subjects
-from pcdeq.report.tables import Line, collect, markdown_table
+from pcdeq.report.tables import TEXT_COLUMNS, Line, collect, markdown_table
 from pcdeq.training import Run, find_runs
 
 TITLE = "Positive concave deep equilibrium models, reproduced"
@@ -31,7 +31,6 @@ NOTES = (
     "Certified: predictions proved to be those of the exact equilibrium network. Seconds: median per epoch, on the "
     "machine below, which may have been busy with other work."
 )
-TEXT_COLUMNS = {"row", "command", "claim", "where", "verdict", "measured"}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from statistics import fmean, median, stdev
 from pcdeq.recipes import Row, find_row, rows
 from pcdeq.training import EpochMetrics, Run, read_summary
 
+TEXT_COLUMNS = {"data", "row", "command", "claim", "where", "verdict", "measured"}
 _ORDER = ("mnist", "svhn", "cifar10")
 
 
@@ -162,7 +163,7 @@ def markdown_table(entries: Sequence[dict[str, str]]) -> str:
     | a | 1.0 |
     """
     columns = list(entries[0])
-    lines = [columns, ["---" if column in ("row", "command", "claim", "measured") else "---:" for column in columns]]
+    lines = [columns, ["---" if column in TEXT_COLUMNS else "---:" for column in columns]]
     text = [f"| {' | '.join(columns)} |", f"|{'|'.join(lines[1])}|"]
     text += [f"| {' | '.join(entry.values())} |" for entry in entries]
     return "\n".join(text)

@@ -85,7 +85,7 @@ def test_a_missing_extra_gets_one_line(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", without)
     assert main(["export", folder]) == 1
-    assert "pip install 'pcdeq[onnx]'" in capsys.readouterr().err
+    assert "pip install -c constraints.txt '.[onnx]'" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_gets_one_line(folder, tmp_path, capsys):

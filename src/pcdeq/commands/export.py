@@ -85,7 +85,8 @@ class Export:
         for choice, names in own.items():
             for name in names:
                 if choice != chosen and getattr(self, name) is not None:
-                    raise UsageError(f"--{name.replace('_', '-')} belongs to --{choice}, not to --{chosen}")
+                    other = f"to {self.to}" if choice == "to hub" else chosen
+                    raise UsageError(f"--{name.replace('_', '-')} belongs to --{choice}, not to --{other}")
         if self.error is not None and self.steps is not None:
             raise UsageError("give either --error or --steps: each decides the other")
         if self.to == "torch-export" and self.form == "loop":
@@ -168,7 +169,7 @@ def _error(result: dict[str, Any]) -> str:
 def _as_text(result: dict[str, Any]) -> list[str]:
     if result["to"] == "hub":
         lines = [f"written         {result['out']}: config.json, model.safetensors, README.md"]
-        lines.append(f"load with       pcdeq.models.Network.from_pretrained({result['out']!r})")
+        lines.append(f"load with       from pcdeq.models import Network; Network.from_pretrained({result['out']!r})")
         return lines + ([f"uploaded        {result['pushed_to']}"] if "pushed_to" in result else [])
     steps = result["steps"]
     lines = [

@@ -181,7 +181,7 @@ def loop_graph(model: Network, tol: float, max_steps: int) -> Graph:
 def _frozen(model: Network) -> list[FrozenPcDEQ]:
     layers = [layer for layer in freeze(model) if isinstance(layer, FrozenPcDEQ)]
     if not layers:
-        raise UsageError("the network has no equilibrium layer: torch.onnx.export is all that it needs")
+        raise UsageError("only pcDEQ networks can be exported, and this one has no pcDEQ layer")
     return layers
 
 

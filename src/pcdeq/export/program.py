@@ -243,7 +243,9 @@ def require_onnx(*names: str) -> Any:
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            raise PcdeqError(f"ONNX needs {name}, which is not installed: pip install 'pcdeq[onnx]'") from error
+            raise PcdeqError(
+                f"ONNX needs {name}, which is not installed; in the checkout: pip install -c constraints.txt '.[onnx]'"
+            ) from error
     return module
 
 

@@ -29,7 +29,7 @@ def run_on_ray(jobs: Sequence[Job], board: Board, *, cpus: int = 1, gpus: float 
         gpus: that each run asks for; may be a fraction.
     """
     if importlib.util.find_spec("ray") is None:
-        raise UsageError("--on ray needs Ray: pip install 'pcdeq[ray]'")
+        raise UsageError("--on ray needs Ray; in the checkout: pip install -c constraints.txt '.[ray]'")
     if cpus < 1 or gpus < 0:
         raise UsageError(f"cpus must be at least 1 and gpus at least 0, got {cpus} and {gpus}")
     with contextlib.redirect_stdout(sys.stderr):  # where Ray tells of workers that died

@@ -124,7 +124,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(PcdeqError, match="pip install -c constraints.txt"):
+    with pytest.raises(PcdeqError, match=r"pip install -c constraints\.txt"):
         require_onnx("onnxscript")
 
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from pcdeq.recipes import find_row
 from pcdeq.training import Run, find_runs, read_summary, summarise
 from pcdeq.training.pretrained import pack
 
@@ -36,7 +37,7 @@ def ships(run: Run) -> bool:
     """Whether the package carries its weights."""
     config = run.config
     usual = config.solver == "default" and config.robust_radius is None
-    return config.seed == 0 and usual and len(run.metrics) >= config.epochs
+    return config.seed == 0 and usual and len(run.metrics) >= find_row(config.row, config.data).epochs
 
 
 if __name__ == "__main__":

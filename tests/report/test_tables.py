@@ -69,3 +69,12 @@ def test_markdown_has_a_cell_per_column(tmp_path):
     make_run(tmp_path, "pcdeq-1-l-tanh", 1)
     text = markdown_table([line.cells() for line in collect(find_runs(tmp_path))["mnist"]])
     assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_a_repeated_seed_is_not_another_run(tmp_path):
+    first = make_run(tmp_path, "pcdeq-1-l-tanh", 40, seed=3, test_accuracy=98.0)
+    again = make_run(tmp_path / "again", "pcdeq-1-l-tanh", 40, seed=3, test_accuracy=98.0)
+    other = make_run(tmp_path, "pcdeq-1-l-tanh", 40, seed=4, test_accuracy=99.0)
+    (line,) = only(collect([first, again, other])["mnist"], "pcdeq-1-l-tanh")
+    assert len(line.runs) == 2
+    assert line.accuracy == pytest.approx(98.5)

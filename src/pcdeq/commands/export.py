@@ -51,7 +51,7 @@ class Export:
     compare: int = 1000
     """So many test images to compare with PyTorch on; 0 writes without looking."""
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
-    """File to write, or folder for the Hub. (default: model.onnx, model.pt2 or hub in the run folder)"""
+    """File to write, or folder for the Hub. (default: model.onnx, model-loop.onnx, model.pt2, hub in the run)"""
     push_to: str | None = None
     """Upload to this repository on the Hub too, such as me/digits; with --to hub."""
     checkpoint: Which = "last"
@@ -121,7 +121,7 @@ class Export:
         training, test = self._images(run)
         plan = plan_export(model, self.form, calibration=training, **options)
         metadata = describe(plan, model, row=run.config.row, data=run.config.data, test_accuracy=run.accuracy)
-        out = self.out or run.path / f"model{SUFFIX[self.to]}"
+        out = self.out or run.path / f"model{'-loop' if self.form == 'loop' else ''}{SUFFIX[self.to]}"
         content, agreement = render(plan, self.to, metadata), None
         if test is not None:
             agreement = compare(model, open_exported(content), test)

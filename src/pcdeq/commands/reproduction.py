@@ -12,11 +12,10 @@ from tyro.conf import Positional, arg
 
 from pcdeq.commands.shared import Device, Flag, print_table
 from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.recipes import PAPER_DATASETS
 
 if TYPE_CHECKING:
     from pcdeq.reproduce import Job
-
-PAPER = ("mnist", "svhn", "cifar10")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Reproduce:
     on: Literal["local", "ray"] = "local"
     """ray: the cluster at RAY_ADDRESS, or a local one; runs_dir must lie where all its machines see it."""
     cpus: int | None = None
-    """Cores of each run. (default: the machine's divided by parallel; on Ray 1)"""
+    """Cores of each run. (default: OMP_NUM_THREADS or the machine's, divided by parallel; on Ray 1)"""
     gpus: float = 0.0
     """GPUs of each run on Ray; may be a fraction."""
     device: Device = "auto"
@@ -65,7 +64,7 @@ class Reproduce:
         from pcdeq.data import dataset_names, load_dataset
         from pcdeq.reproduce import plan
 
-        datasets = PAPER if self.what == "all" else (self.what,)
+        datasets = PAPER_DATASETS if self.what == "all" else (self.what,)
         if self.what not in ("all", *dataset_names()):
             if not Path(self.what).exists():
                 raise UsageError(f"what is {self.what!r}? Choose mnist, svhn, cifar10, all or claims")

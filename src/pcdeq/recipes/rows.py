@@ -167,7 +167,7 @@ _OURS = tuple(
     _like(row, family, title) for family, title in _OUR_FAMILIES.items() for row in _ROWS if row.family == "pcdeq"
 )
 _NAMES = sorted({row.name for row in (*_ROWS, *_OURS)})
-_PAPER_DATASETS = ("mnist", "svhn", "cifar10")
+PAPER_DATASETS = ("mnist", "svhn", "cifar10")
 _LIKE_MNIST = ("mnist-mini", "fashion-mnist", "kmnist")
 
 
@@ -192,8 +192,8 @@ def own_rows(dataset: str | None = None) -> tuple[Row, ...]:
 
 
 def _of(table: tuple[Row, ...], dataset: str | None) -> tuple[Row, ...]:
-    if dataset is not None and dataset not in _PAPER_DATASETS:
-        raise UsageError(f"the paper has no rows for {dataset!r}, only for {', '.join(_PAPER_DATASETS)}")
+    if dataset is not None and dataset not in PAPER_DATASETS:
+        raise UsageError(f"the paper has no rows for {dataset!r}, only for {', '.join(PAPER_DATASETS)}")
     return tuple(row for row in table if dataset in (None, row.dataset))
 
 
@@ -205,7 +205,7 @@ def paper_dataset(data: str, image_channels: int | None = None) -> str:
     >>> paper_dataset("fashion-mnist"), paper_dataset("my/pictures", image_channels=3)
     ('mnist', 'cifar10')
     """
-    if data in _PAPER_DATASETS:
+    if data in PAPER_DATASETS:
         return data
     return "mnist" if data in _LIKE_MNIST or image_channels == 1 else "cifar10"
 

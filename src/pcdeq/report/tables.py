@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from pcdeq.recipes import Row, find_row, rows
+from pcdeq.recipes import PAPER_DATASETS, Row, find_row, rows
 from pcdeq.training import EpochMetrics, Run, read_summary
 
 TEXT_COLUMNS = {"data", "row", "command", "claim", "where", "verdict", "measured"}
-_ORDER = ("mnist", "svhn", "cifar10")
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,11 @@ def collect(runs: Iterable[Run], datasets: Sequence[str] = ()) -> dict[str, list
     groups: dict[tuple[str, str, str, int], list[Run]] = {}
     for run in runs:
         config = run.config
-        if run.metrics and not config.robust_radius:
-            groups.setdefault((config.data, config.row, config.solver, len(run.metrics)), []).append(run)
+        if not run.metrics or config.robust_radius:
+            continue
+        group = groups.setdefault((config.data, config.row, config.solver, len(run.metrics)), [])
+        if config.seed not in [other.config.seed for other in group]:  # a repetition is not another run
+            group.append(run)
     found = dict.fromkeys([*(key[0] for key in groups), *datasets])
     return {data: _lines(data, groups) for data in sorted(found, key=_paper_order)}
 
@@ -140,7 +142,7 @@ def _lines(data: str, groups: dict[tuple[str, str, str, int], list[Run]]) -> lis
     here = {key: runs for key, runs in groups.items() if key[0] == data}
     image_channels = next(iter(here.values()))[0].image_shape[0] if here else None
     # Of data that are not the paper's, only the rows that were run.
-    names = [row.name for row in rows(data)] if data in _ORDER else []
+    names = [row.name for row in rows(data)] if data in PAPER_DATASETS else []
     names += sorted({key[1] for key in here} - set(names))
     lines: list[Line] = []
     for name in names:
@@ -151,7 +153,7 @@ def _lines(data: str, groups: dict[tuple[str, str, str, int], list[Run]]) -> lis
 
 
 def _paper_order(data: str) -> tuple[int, str]:
-    return (_ORDER.index(data) if data in _ORDER else len(_ORDER), data)
+    return (PAPER_DATASETS.index(data) if data in PAPER_DATASETS else len(PAPER_DATASETS), data)
 
 
 def markdown_table(entries: Sequence[dict[str, str]]) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
+import torch
+
 from pcdeq.errors import UsageError
 from pcdeq.reproduce.board import Board
 from pcdeq.reproduce.plan import Job
@@ -26,11 +28,11 @@ def run_locally(jobs: Sequence[Job], board: Board, *, parallel: int = 1, cpus: i
     """Do all jobs that are not done, ``parallel`` at a time; one that fails does not stop the others.
 
     Args:
-        cpus: threads of each run; by default the machine's cores divided by ``parallel``.
+        cpus: threads of each run; by default torch's (OMP_NUM_THREADS, or the cores) divided by ``parallel``.
     """
     if parallel < 1 or (cpus is not None and cpus < 1):
         raise UsageError(f"parallel and cpus must be at least 1, got {parallel} and {cpus}")
-    threads = cpus or max(1, (os.cpu_count() or 1) // parallel)
+    threads = cpus or max(1, torch.get_num_threads() // parallel)
     waiting = deque(job for job in jobs if not _is_done(job, board))
     tries = dict.fromkeys((job.name for job in waiting), 0)
     active: list[_Worker] = []

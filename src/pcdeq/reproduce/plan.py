@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pcdeq.errors import UsageError
-from pcdeq.recipes import TrainConfig, own_rows, paper_dataset, rows
+from pcdeq.recipes import PAPER_DATASETS, TrainConfig, own_rows, paper_dataset, rows
 from pcdeq.training import Run, read_summary
 from pcdeq.training.run import RUNS
 
-PAPER = ("mnist", "svhn", "cifar10")
 # What may differ between a run that is there and the one that is wanted.
 _INCIDENTAL = {"epochs", "device", "data_dir", "out", "tracker"}
 
@@ -83,7 +82,7 @@ class Job:
 
 
 def plan(
-    datasets: tuple[str, ...] = PAPER,
+    datasets: tuple[str, ...] = PAPER_DATASETS,
     *,
     pattern: str = "*",
     runs: int = 5,

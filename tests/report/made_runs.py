@@ -28,10 +28,18 @@ EPOCH = EpochMetrics(
 )
 
 
-def make_run(folder: Path, row: str, epochs: int, seed: int = 0, solver: str = "default", **columns) -> Run:
+def make_run(
+    folder: Path,
+    row: str,
+    epochs: int,
+    seed: int = 0,
+    solver: str = "default",
+    epoch_steps: int | None = None,
+    **columns,
+) -> Run:
     """A run whose metrics are given by epoch, as functions of it, or constant."""
-    suffix = "" if solver == "default" else f"-{solver}"
-    config = TrainConfig(row, data="mnist", seed=seed, solver=solver, out=folder / f"{row}-mnist{suffix}-seed{seed}")
+    out = folder / f"{row}-mnist-{solver}-{epoch_steps}-seed{seed}"
+    config = TrainConfig(row, data="mnist", seed=seed, solver=solver, epoch_steps=epoch_steps, out=out)
     run = Run.create(config.resolve(), DIGITS, (1, 28, 28))
     for epoch in range(1, epochs + 1):
         values = {name: value(epoch) if callable(value) else value for name, value in columns.items()}

@@ -66,6 +66,22 @@ class TestTraining:
         assert_same_state(first, second)
         assert first.metrics[0].loss != other.metrics[0].loss
 
+    def test_an_epoch_of_a_few_steps(self, tiny, tmp_path, monkeypatch):
+        seen, gradients = [], loop.add_gradients
+
+        def count(accelerator, model, images, *others):
+            seen.append(len(images))
+            gradients(accelerator, model, images, *others)
+
+        monkeypatch.setattr(loop, "add_gradients", count)
+        whole = train(replace(tiny, epochs=2, epoch_steps=3, schedule="one-cycle", lr_step=None), progress="none")
+        assert seen == [tiny.batch_size] * 6
+        # The schedule counts such an epoch as a whole one: the last rate is that after 1 + 2/3 of 2 epochs.
+        assert whole.metrics[-1].learning_rate == learning_rate(whole.config, 1 + 2 / 3)
+        longer = train(replace(tiny, epochs=1, epoch_steps=10_000, out=tmp_path / "longer"), progress="none")
+        usual = train(replace(tiny, epochs=1, out=tmp_path / "usual"), progress="none")
+        assert_same_state(longer, usual)
+
     def test_best_epoch_with_a_validation_split(self, tiny):
         run = train(replace(tiny, validation=0.2), progress="none")
         scores = [line.validation_accuracy for line in run.metrics]

@@ -42,6 +42,8 @@ class TrainConfig:
     """Width of each equilibrium layer. (default: the row's)"""
     epochs: int | None = None
     """Passes over the training images. (default: the row's)"""
+    epoch_steps: int | None = None
+    """End each epoch after so many optimiser steps, for a model too slow for whole passes. (default: no)"""
     batch_size: int = 64
     """Images per optimiser step, over all processes and accumulated parts."""
     accumulate: int = 1
@@ -179,7 +181,10 @@ _FROM_JSON: dict[str, tuple[type, type[Any]]] = {
     "data_dir": (str, Path),
     "out": (str, Path),
 }
-_AT_LEAST = {"epochs": 1, "batch_size": 1, "accumulate": 1, "lr_step": 1, "weight_decay": 0, "seed": 0}
+_AT_LEAST = {
+    **dict.fromkeys(("epochs", "epoch_steps", "batch_size", "accumulate", "lr_step"), 1),
+    **dict.fromkeys(("weight_decay", "seed"), 0),
+}
 
 
 def _check_types(config: TrainConfig) -> None:

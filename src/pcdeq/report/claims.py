@@ -49,9 +49,9 @@ def check_claims(
     runs: Iterable[Run], *, subjects: Sequence[Subject] | None = None, data_dir: Path | None = None
 ) -> list[Claim]:
     """Check every claim against these runs, and against ``subjects`` or the networks of the runs."""
-    # The claims are about pcDEQs; of the baselines only their published figures are compared.
-    groups = collect(runs).values()
-    lines = [line for group in groups for line in group if line.runs and line.row.family == "pcdeq"]
+    # The claims are about pcDEQs and whole epochs; of the baselines only their published figures are compared.
+    lines = [line for group in collect(runs).values() for line in group if line.runs and line.epoch_steps is None]
+    lines = [line for line in lines if line.row.family == "pcdeq"]
     reason = "no trained network at hand"
     if subjects is None:
         try:

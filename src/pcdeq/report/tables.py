@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
+from typing import NamedTuple
 
 from pcdeq.recipes import PAPER_DATASETS, Row, find_row, rows
 from pcdeq.training import EpochMetrics, Run, read_summary
@@ -22,6 +23,7 @@ class Line:
     runs: tuple[Run, ...] = ()
     epochs: int = 0
     solver: str = "default"
+    epoch_steps: int | None = None
 
     @property
     def last(self) -> list[EpochMetrics]:
@@ -46,7 +48,7 @@ class Line:
     @property
     def is_full(self) -> bool:
         """Whether the runs have all the epochs of the paper."""
-        return bool(self.runs) and self.epochs >= (self.row.epochs or 0)
+        return bool(self.runs) and self.epoch_steps is None and self.epochs >= self.row.epochs
 
     @property
     def difference(self) -> float | None:
@@ -91,6 +93,8 @@ class Line:
             parts += ["--runs", str(len(self.runs))]
         if self.runs and not self.is_full:
             parts += ["--epochs", str(self.epochs)]
+        if self.epoch_steps is not None:
+            parts += ["--epoch-steps", str(self.epoch_steps)]
         if self.solver != "default":
             parts += ["--solver", self.solver]
         return " ".join(parts)
@@ -105,7 +109,7 @@ class Line:
             "ours %": "" if ours is None else f"{ours:.2f}" + (f" ± {self.deviation:.2f}" if self.deviation else ""),
             "difference": _number(self.difference, "+.2f"),
             "runs": str(len(self.runs) or ""),
-            "epochs": f"{self.epochs} of {self.row.epochs}" if self.runs else "",
+            "epochs": self._length() if self.runs else "",
             "parameters": _number(self.parameters, ",d") or self.row.params,
             "forward": _number(self.steps("forward"), ".1f"),
             "backward": _number(self.steps("backward"), ".1f"),
@@ -114,6 +118,11 @@ class Line:
             "s/epoch": _number(self.seconds, ".1f"),
             "command": self.command,
         }
+
+    def _length(self) -> str:
+        if self.epoch_steps is not None:
+            return f"{self.epochs} of {self.epoch_steps} steps each, of {self.row.epochs}"
+        return f"{self.epochs} of {self.row.epochs}"
 
 
 def _number(value: float | None, style: str) -> str:
@@ -126,29 +135,47 @@ def collect(runs: Iterable[Run], datasets: Sequence[str] = ()) -> dict[str, list
     Args:
         datasets: show the paper's rows of these even if there are no runs.
     """
-    groups: dict[tuple[str, str, str, int], list[Run]] = {}
+    groups: dict[_Kind, list[Run]] = {}
     for run in runs:
         config = run.config
         if not run.metrics or config.robust_radius:
             continue
-        group = groups.setdefault((config.data, config.row, config.solver, len(run.metrics)), [])
+        kind = _Kind(config.data, config.row, config.solver, len(run.metrics), config.epoch_steps)
+        group = groups.setdefault(kind, [])
         if config.seed not in [other.config.seed for other in group]:  # a repetition is not another run
             group.append(run)
-    found = dict.fromkeys([*(key[0] for key in groups), *datasets])
+    found = dict.fromkeys([*(kind.data for kind in groups), *datasets])
     return {data: _lines(data, groups) for data in sorted(found, key=_paper_order)}
 
 
-def _lines(data: str, groups: dict[tuple[str, str, str, int], list[Run]]) -> list[Line]:
-    here = {key: runs for key, runs in groups.items() if key[0] == data}
+class _Kind(NamedTuple):
+    """What runs of one line have in common."""
+
+    data: str
+    row: str
+    solver: str
+    epochs: int
+    epoch_steps: int | None
+
+    @property
+    def rank(self) -> tuple[bool, str, bool, int]:
+        """The usual solver first, and the longest training."""
+        return self.solver != "default", self.solver, self.epoch_steps is not None, -self.epochs
+
+
+def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:
+    here = {kind: runs for kind, runs in groups.items() if kind.data == data}
     image_channels = next(iter(here.values()))[0].image_shape[0] if here else None
     # Of data that are not the paper's, only the rows that were run.
     names = [row.name for row in rows(data)] if data in PAPER_DATASETS else []
-    names += sorted({key[1] for key in here} - set(names))
+    names += sorted({kind.row for kind in here} - set(names))
     lines: list[Line] = []
     for name in names:
         row = find_row(name, data, image_channels)
-        ours = sorted((key for key in here if key[1] == name), key=lambda key: (key[2] != "default", key[2], -key[3]))
-        lines += [Line(row, data, tuple(here[key]), key[3], key[2]) for key in ours] or [Line(row, data)]
+        kinds = sorted((kind for kind in here if kind.row == name), key=lambda kind: kind.rank)
+        lines += [
+            Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.epoch_steps) for kind in kinds
+        ] or [Line(row, data)]
     return lines
 
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -106,7 +107,7 @@ def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progr
     """Train the epochs that are left, saving each."""
     config, main = session.config, session.accelerator.is_main_process
     display = make_display(progress, config) if main else Silence()
-    images = session.train_images
+    images = session.epoch_images
     try:
         with run.alone() if main else nullcontext(), _settings(config):
             if main:
@@ -172,24 +173,25 @@ def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
 
 
 def _train_epoch(session: Session, epoch: int, display: Display) -> Tally:
-    """One pass over the training images."""
+    """One pass over the training images, or as much of it as an epoch shall have."""
     config, accelerator = session.config, session.accelerator
     seed_everything(config.seed, epoch, accelerator.process_index)
     session.model.train()
     session.train.set_epoch(epoch)
     tally = Tally(equilibrium_layers(session.network))
-    for step, (images, labels) in enumerate(session.train):
-        batch_images = min(config.batch_size, session.train_images - step * config.batch_size)
+    steps = min(len(session.train), config.epoch_steps or len(session.train))
+    for step, (images, labels) in enumerate(islice(session.train, steps)):
+        batch_images = min(config.batch_size, session.epoch_images - step * config.batch_size)
         if batch_images < 2 * accelerator.num_processes:
             break  # a last batch of a single image has no batch statistics
-        epochs_done = epoch - 1 + step / len(session.train)
+        epochs_done = epoch - 1 + step / steps
         for group in session.optimizer.param_groups:
             group["lr"] = learning_rate(config, epochs_done)
         objective = objective_after(config, session.preprocessing, epochs_done)
         add_gradients(accelerator, session.model, images, labels, batch_images, config.accumulate, tally, objective)
         session.step()
         if display.due():
-            done = (epoch - 1) * session.train_images + step * config.batch_size + batch_images
+            done = (epoch - 1) * session.epoch_images + step * config.batch_size + batch_images
             display.step(done, *tally.recent())
     return tally
 

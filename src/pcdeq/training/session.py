@@ -38,7 +38,7 @@ class Session:
     train: Batches
     test: Batches
     validation: Batches | None
-    train_images: int
+    epoch_images: int  # of training, in an epoch
     data_line: str  # what the data are, for people
 
     def step(self) -> None:
@@ -128,7 +128,7 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         train=_training_batches(train, resolved, preprocessing, accelerator),
         test=_ordered(dataset.test, preprocessing, accelerator),
         validation=None if held_out is None else _ordered(held_out, preprocessing, accelerator),
-        train_images=len(train),
+        epoch_images=min(len(train), (resolved.epoch_steps or len(train)) * resolved.batch_size),
         data_line=dataset.describe(),
     )
 

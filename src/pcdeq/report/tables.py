@@ -173,9 +173,9 @@ def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:
     for name in names:
         row = find_row(name, data, image_channels)
         kinds = sorted((kind for kind in here if kind.row == name), key=lambda kind: kind.rank)
-        lines += [
-            Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.epoch_steps) for kind in kinds
-        ] or [Line(row, data)]
+        lines += [Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.epoch_steps) for kind in kinds] or [
+            Line(row, data)
+        ]
     return lines
 
 

@@ -36,7 +36,7 @@ def main(runs_dir: str, pattern: str = "*") -> None:
 def ships(run: Run) -> bool:
     """Whether the package carries its weights."""
     config = run.config
-    usual = config.solver == "default" and config.robust_radius is None and config.epoch_steps is None
+    usual = config.solver == "default" and config.robust_radius is None and config.steps_per_epoch is None
     return config.seed == 0 and usual and len(run.metrics) >= find_row(config.row, config.data).epochs
 
 

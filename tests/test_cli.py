@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import pcdeq
 from pcdeq.cli import main, parse
 from pcdeq.commands import COMMANDS, Train
 from pcdeq.errors import UsageError
@@ -69,7 +71,9 @@ class TestParsing:
         ("arguments", "message"),
         [
             (["train", "--epoch", "3"], "--epoch.*did you mean --epochs"),
-            (["train", "--epochs", "many"], "--epochs"),
+            (["train", "--epochs", "many"], "--epochs takes a whole number, got 'many'"),
+            (["train", "--lr", "low"], "--lr takes a number, got 'low'"),
+            (["train", "--channels", "3", "a"], "--channels takes whole numbers, got '3', 'a'"),
             (["train", "--epochs", "0"], "epochs must be at least 1, got 0"),
             (["train", "--schedule", "cosine"], "cosine.*one-cycle"),
             (["train", "a", "b"], "b"),
@@ -109,6 +113,24 @@ class TestErrors:
     def test_missing_picture(self, run, capsys):
         assert main(["predict", str(run.path), "none.png"]) == 1
         assert capsys.readouterr().err == "pcdeq: there is no picture none.png\n"
+
+    def test_one_bad_picture_among_good_ones(self, run, here, capsys):
+        from PIL import Image
+
+        Image.new("L", (28, 28)).save("black.png")
+        Path("torn.png").write_bytes(Path("black.png").read_bytes()[:40])
+        assert main(["predict", str(run.path), "torn.png", "black.png", "none.png"]) == 1
+        output = capsys.readouterr()
+        assert output.out.startswith("black.png: ")
+        assert output.err.startswith("pcdeq: torn.png cannot be read as a picture")
+        assert output.err.endswith("there is no picture none.png\n")
+
+    def test_a_torn_checkpoint(self, run, here, capsys):
+        shutil.copytree(run.path, "torn")
+        file = Path("torn/last/training.pt")
+        file.write_bytes(file.read_bytes()[:100])
+        assert main(["train", "--resume", "torn", "--epochs", "9"]) == 1
+        assert "train anew into another --out" in capsys.readouterr().err
 
     def test_resume_takes_few_changes(self, run, capsys):
         assert main(["train", "--resume", str(run.path), "--lr", "1"]) == 2
@@ -186,6 +208,10 @@ class TestCommands:
         assert "cifar10" in capsys.readouterr().out
         assert main(["data", "mnist-mini"]) == 0
         assert "4,000 training" in capsys.readouterr().out
+
+    def test_version(self, capsys):
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == f"pcdeq {pcdeq.__version__}\n"
 
     def test_as_a_module(self):
         done = subprocess.run(

@@ -44,10 +44,24 @@ def test_check_fails_with_the_reason_where_no_guarantee_holds(folder, capsys, mo
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("arguments", [["--images", "0"], ["--radius", "-1"]])
-def test_bad_numbers_are_refused(folder, capsys, arguments):
+def test_a_radius_has_its_own_picture_and_an_explanation(folder, capsys):
+    assert main(["certify", folder, "--images", "10", "--radius", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "not proved is not refuted" in text
+    assert "--robust-radius" in text
+    assert text.strip().endswith("certificate-0.5.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--images", "0"], "images must be at least 1, got 0"),
+        (["--radius", "-1"], "radius must be a number >= 0, got -1.0"),
+    ],
+)
+def test_bad_numbers_are_refused(folder, capsys, arguments, message):
     assert main(["certify", folder, *arguments]) == 2
-    assert arguments[0].strip("-") in capsys.readouterr().err
+    assert capsys.readouterr().err == f"pcdeq: {message}\n"
 
 
 def test_certify_draws_the_margins_and_the_curve_of_robustness(folder, capsys):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn, Union
 
 import tyro
 
+from pcdeq._version import __version__
 from pcdeq.commands import COMMANDS, Command
 from pcdeq.errors import PcdeqError, UsageError
 
@@ -31,7 +32,7 @@ DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
   pcdeq reproduce mnist --rows 'pcdeq-?-l-*'      tables of the paper; `pcdeq report`: a page of what there is
   pcdeq export runs/demo-mnist-mini-seed0 --to onnx
   pcdeq list                                      all rows of the paper; `pcdeq list runs`: all of yours
-`pcdeq COMMAND --help` explains a command. On several GPUs or processes:
+`pcdeq COMMAND --help` explains a command, `pcdeq --version` names this one. On several GPUs or processes:
   torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10
 """
 
@@ -44,8 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["train", "pcdeq-1-l-than"])  # one line on standard error: did you mean pcdeq-1-l-tanh?
     2
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
+        print(f"pcdeq {__version__}")
+        return 0
     try:
-        parse(sys.argv[1:] if arguments is None else arguments).run()
+        parse(arguments).run()
         return 0
     except PcdeqError as error:
         _complain(str(error))
@@ -102,12 +107,18 @@ def _one_line(box: str) -> str:
     lines = [line.strip("╭╮╰╯│─ ") for line in box.splitlines()[1:]]  # the first is a title
     first, *others = (" ".join(group) for full, group in groupby(lines, bool) if full)
     message = re.sub(r"^Error parsing [A-Z]\w+: ", "", first).rstrip(".")
+    if misfit := re.match(r"Error parsing (--\S+): no type matching (.+) could be instantiated from \[(.+)\]", message):
+        option, kind, given = misfit.groups()
+        message = f"{option} takes {_KINDS.get(kind, 'numbers')}, got {given}"
     for paragraph in others:
         if paragraph.startswith("Perhaps you meant:"):
             message += f"; did you mean {paragraph.split()[3]}?"
         elif paragraph.startswith("Available subcommands:"):
             message += f"; there are {paragraph.partition(': ')[2]}"
     return message
+
+
+_KINDS = {"INT": "a whole number", "FLOAT": "a number", "{[INT [INT ...]]}": "whole numbers"}
 
 
 def _complain(message: str) -> None:

@@ -21,7 +21,10 @@ def write_file(path: Path, content: bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
     except OSError as error:
-        raise PcdeqError(f"could not write {path}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = f"{path.parent} is a file, not a folder"
+        raise PcdeqError(f"could not write {path}: {reason}") from error
     return path
 
 

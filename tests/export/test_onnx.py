@@ -77,6 +77,7 @@ def test_a_loop_stops_by_its_residual_in_onnxruntime(tanh, pixels, tmp_path, cap
     assert theirs_converged.tolist() == [True, True, False, True]
     torch.testing.assert_close(theirs[[0, 1, 3]], logits[[0, 1, 3]], atol=1e-4, rtol=1e-4)
     assert capfd.readouterr().err == ""  # onnxruntime has nothing to complain about
+    assert [value.shape[0] for value in (*file.session.get_inputs(), *file.session.get_outputs())] == ["n", "n", "n"]
 
 
 def test_three_equilibria_and_a_normalisation_in_onnxruntime(tmp_path):

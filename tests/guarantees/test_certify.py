@@ -158,6 +158,12 @@ def test_training_mode_and_bad_radii_are_refused():
         pcdeq.certify(model.eval(), torch.rand(1, 4), radius=-1.0)
 
 
+def test_images_of_another_shape_are_refused():
+    model = nn.Sequential(nn.Linear(6, 4), pcdeq.PcDEQLinear(4), nn.Linear(4, 3)).eval()
+    with pytest.raises(UsageError, match=r"does not take images of shape \(5,\), torch.float32"):
+        pcdeq.certify(model, torch.rand(2, 5))
+
+
 def test_no_images():
     model = nn.Sequential(pcdeq.PcDEQLinear(4), nn.Linear(4, 2)).eval()
     certificate = pcdeq.certify(model, torch.rand(0, 4))

@@ -34,12 +34,12 @@ def make_run(
     epochs: int,
     seed: int = 0,
     solver: str = "default",
-    epoch_steps: int | None = None,
+    steps_per_epoch: int | None = None,
     **columns,
 ) -> Run:
     """A run whose metrics are given by epoch, as functions of it, or constant."""
-    out = folder / f"{row}-mnist-{solver}-{epoch_steps}-seed{seed}"
-    config = TrainConfig(row, data="mnist", seed=seed, solver=solver, epoch_steps=epoch_steps, out=out)
+    out = folder / f"{row}-mnist-{solver}-{steps_per_epoch}-seed{seed}"
+    config = TrainConfig(row, data="mnist", seed=seed, solver=solver, steps_per_epoch=steps_per_epoch, out=out)
     run = Run.create(config.resolve(), DIGITS, (1, 28, 28))
     for epoch in range(1, epochs + 1):
         values = {name: value(epoch) if callable(value) else value for name, value in columns.items()}

@@ -52,12 +52,12 @@ def test_what_was_trained_differently_is_kept_apart(tmp_path):
 
 
 def test_epochs_that_were_cut_short_are_marked_and_not_compared(tmp_path):
-    make_run(tmp_path, "node", 40, epoch_steps=150)
+    make_run(tmp_path, "node", 40, steps_per_epoch=150)
     make_run(tmp_path, "node", 2)
     whole, cut = only(collect(find_runs(tmp_path))["mnist"], "node")
     assert (whole.epochs, cut.epochs, cut.is_full, cut.difference) == (2, 40, False, None)
     assert cut.cells()["epochs"] == "40 of 150 steps each, of 40"
-    assert cut.command == "pcdeq reproduce mnist --rows node --runs 1 --epochs 40 --epoch-steps 150"
+    assert cut.command == "pcdeq reproduce mnist --rows node --runs 1 --epochs 40 --steps-per-epoch 150"
 
 
 def test_rows_without_runs_are_shown_without_numbers(tmp_path):

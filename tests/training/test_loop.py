@@ -74,11 +74,11 @@ class TestTraining:
             gradients(accelerator, model, images, *others)
 
         monkeypatch.setattr(loop, "add_gradients", count)
-        whole = train(replace(tiny, epochs=2, epoch_steps=3, schedule="one-cycle", lr_step=None), progress="none")
+        whole = train(replace(tiny, epochs=2, steps_per_epoch=3, schedule="one-cycle", lr_step=None), progress="none")
         assert seen == [tiny.batch_size] * 6
         # The schedule counts such an epoch as a whole one: the last rate is that after 1 + 2/3 of 2 epochs.
         assert whole.metrics[-1].learning_rate == learning_rate(whole.config, 1 + 2 / 3)
-        longer = train(replace(tiny, epochs=1, epoch_steps=10_000, out=tmp_path / "longer"), progress="none")
+        longer = train(replace(tiny, epochs=1, steps_per_epoch=10_000, out=tmp_path / "longer"), progress="none")
         usual = train(replace(tiny, epochs=1, out=tmp_path / "usual"), progress="none")
         assert_same_state(longer, usual)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from pcdeq.commands.shared import Flag, RunFolder, Which
+from pcdeq.commands.shared import Flag, RunFolder, Which, saying
 from pcdeq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,12 +119,15 @@ class Export:
         }
         check_options(self.form, **options)  # before data are fetched
         training, test = self._images(run)
-        plan = plan_export(model, self.form, calibration=training, **options)
+        with saying("finding the number of steps and the error", quiet=self.json):
+            plan = plan_export(model, self.form, calibration=training, **options)
         metadata = describe(plan, model, row=run.config.row, data=run.config.data, test_accuracy=run.accuracy)
         out = self.out or run.path / f"model{'-loop' if self.form == 'loop' else ''}{SUFFIX[self.to]}"
-        content, agreement = render(plan, self.to, metadata), None
+        with saying(f"writing the graph as {SUFFIX[self.to]}, which takes torch a minute or two", quiet=self.json):
+            content, agreement = render(plan, self.to, metadata), None
         if test is not None:
-            agreement = compare(model, open_exported(content), test)
+            with saying(f"comparing with PyTorch on {len(test):,} test images", quiet=self.json):
+                agreement = compare(model, open_exported(content), test)
             require_agreement(agreement, plan)
         write_file(out, content)
         return _summary(self.to, self.form, out, plan, agreement)

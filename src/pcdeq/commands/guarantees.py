@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pcdeq.commands.shared import Flag, RunFolder, print_table
+from pcdeq.commands.shared import Flag, RunFolder, print_table, track
 from pcdeq.errors import PcdeqError, UsageError
 
 if TYPE_CHECKING:
@@ -34,20 +34,26 @@ class Certify:
     def run(self) -> None:
         """Certify, print, and draw the margins."""
         from pcdeq.data import load_dataset
-        from pcdeq.guarantees.certify import certify, robustness_curve
+        from pcdeq.guarantees.certify import BATCH, Certificate, certify, robustness_curve
         from pcdeq.report import figures
         from pcdeq.training import Run, load, spread
 
         if self.images is not None and self.images < 1:
             raise UsageError(f"images must be at least 1, got {self.images}")
+        if not 0 <= self.radius < float("inf"):
+            raise UsageError(f"radius must be a number >= 0, got {self.radius}")
         run = Run.open(self.folder)
         dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
         network, chosen = load(run), spread(len(dataset.test), self.images)
         images, labels = run.preprocessing(dataset.test.images[chosen]), dataset.test.labels[chosen]
         scale = run.preprocessing
-        certificate = certify(network, images, radius=scale.scaled(self.radius), limits=scale.limits())
+        certificate = Certificate.join(
+            certify(network, batch, radius=scale.scaled(self.radius), limits=scale.limits())
+            for batch in track(images.split(BATCH), "certifying", quiet=self.json)
+        )
         curve = robustness_curve(network, images, labels, scale) if self.curve else None
-        picture = figures.draw_certificate(run, certificate, labels, curve)
+        name = f"certificate-{self.radius:g}" if self.radius else "certificate"
+        picture = figures.draw_certificate(run, certificate, labels, curve, name)
         proved, total = int(certificate.proved.sum()), len(certificate.proved)
         right = int((certificate.proved & (certificate.classes == labels)).sum())
         if self.json:
@@ -58,6 +64,11 @@ class Certify:
         what = f"for every picture within {self.radius:g}" if self.radius else "for the exact equilibrium network"
         print(f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}")
         print(f"{right:,} of them ({100 * right / total:.2f} %): proved and right")
+        if self.radius and proved < total:
+            print(
+                "a class that is not proved is not refuted: the bounds widen from layer to layer, and beyond one layer "
+                "soon hold every class; `pcdeq train --robust-radius R` trains a network for which they stay narrow"
+            )
         if proved:
             lead = float(certificate.margin[certificate.proved].min())
             print(f"smallest lead of a proved class over the next: {lead:.3g}")

@@ -37,7 +37,7 @@ class Reproduce:
     """Runs of each row, with seeds 0, 1, ..."""
     epochs: int | None = None
     """Epochs of each run, with the schedule of the full length. (default: the paper's)"""
-    epoch_steps: int | None = None
+    steps_per_epoch: int | None = None
     """End each epoch after so many steps, for a model too slow for whole passes. (default: no)"""
     solver: Literal["default", "paper", "picard", "anderson"] = "default"
     """default: ours; paper: plain iteration stopped by the whole batch, whose steps the paper counts."""
@@ -71,7 +71,7 @@ class Reproduce:
             if not Path(self.what).exists():
                 raise UsageError(f"what is {self.what!r}? Choose mnist, svhn, cifar10, all or claims")
             datasets = (str(Path(self.what).resolve()),)
-        settings = {name: getattr(self, name) for name in ("solver", "epoch_steps", "device", "data_dir")}
+        settings = {name: getattr(self, name) for name in ("solver", "steps_per_epoch", "device", "data_dir")}
         # Fetch the data once, before many want them at once.
         shapes = [load_dataset(data, data_dir=self.data_dir, quiet=self.json).image_shape for data in datasets]
         jobs = plan(

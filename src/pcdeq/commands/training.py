@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from pcdeq.commands.shared import Device, Flag, RunFolder, Which
-from pcdeq.errors import UsageError
+from pcdeq.errors import DataError, UsageError
 from pcdeq.recipes import TrainConfig, find_row
 
 if TYPE_CHECKING:
@@ -176,13 +176,25 @@ class Predict:
 
     def run(self) -> None:
         """Classify and print."""
-        from pcdeq.training.prediction import predict
+        from pcdeq.training import Run
+        from pcdeq.training.prediction import open_picture, predict
 
         if not self.pictures:
             raise UsageError("which picture? pcdeq predict RUN PICTURE ...")
-        for result in predict(self.folder, self.pictures, checkpoint=self.checkpoint, device=self.device):
+        run = Run.open(self.folder)
+        readable, complaints = [], []
+        for path in self.pictures:
+            try:
+                open_picture(path)
+                readable.append(path)
+            except DataError as error:  # told at the end: the others are classified all the same
+                complaints.append(str(error))
+        results = predict(run, readable, checkpoint=self.checkpoint, device=self.device) if readable else []
+        for result in results:
             if self.json:
                 print(json.dumps({"picture": str(result.path), "ranking": result.ranking}))
             else:
                 guesses = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in result.ranking)
                 print(f"{result.path}: {guesses} ({result.preparation})")
+        if complaints:
+            raise DataError("; ".join(complaints))

@@ -186,7 +186,20 @@ def to_onnx(plan: Plan, metadata: dict[str, str]) -> bytes:
     _tidy(program.model)
     program.model.metadata_props.update(metadata)
     program.model.producer_name, program.model.producer_version = "pcdeq", __version__
-    return program.model_proto.SerializeToString()
+    proto = program.model_proto
+    _name_batch(proto.graph, proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param)
+    return proto.SerializeToString()
+
+
+def _name_batch(graph: Any, old: str) -> None:
+    """Call the number of samples n, as it was traced, and not what the exporter made of that."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == old:
+                dim.dim_param = "n"
+    for node in graph.node:
+        for attribute in node.attribute:
+            _name_batch(attribute.g, old)
 
 
 def _tidy(model: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -51,6 +51,12 @@ class Certificate:
         """The share of images whose class is proved."""
         return float(self.proved.double().mean()) if len(self.proved) else 1.0
 
+    @classmethod
+    def join(cls, parts: Iterable[Certificate]) -> Certificate:
+        """The certificates of several batches as one."""
+        parts = [cls(torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0).double()), *parts]
+        return cls(*(torch.cat([getattr(part, item.name) for part in parts]) for item in fields(cls)))
+
 
 @torch.no_grad()
 def certify(
@@ -85,11 +91,8 @@ def certify(
     reach = torch.as_tensor(radius, dtype=torch.float64)
     if not bool(((reach >= 0) & reach.isfinite()).all()):
         raise UsageError(f"radius must be a number >= 0, got {radius}")
-    parts = [_certify_batch(model, batch, reach, limits) for batch in images.split(BATCH) if len(batch)]
-    if not parts:
-        nothing = torch.zeros(0)
-        return Certificate(nothing.long(), nothing.bool(), nothing)
-    return Certificate(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    _try_out(model, images[:1])
+    return Certificate.join(_certify_batch(model, batch, reach, limits) for batch in images.split(BATCH) if len(batch))
 
 
 def class_decided(rest: nn.Sequential, tol: float = 1e-4) -> Callable[[Enclosure], Tensor]:
@@ -139,10 +142,19 @@ def robustness_curve(
 Limits = tuple[Tensor, Tensor] | None
 
 
-def _certify_batch(
-    model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Classes, whether proved, and margins."""
+def _try_out(model: nn.Module, images: Tensor) -> None:
+    """Refuse images that the network cannot take."""
+    if not len(images):
+        return
+    try:
+        model(images.to(next(model.parameters()).dtype))
+    except RuntimeError as error:
+        shape = tuple(images.shape[1:])
+        reason = str(error).split("\n")[0]
+        raise UsageError(f"the network does not take images of shape {shape}, {images.dtype}: {reason}") from error
+
+
+def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits) -> Certificate:
     classes = torch.zeros(len(images), dtype=torch.int64)
     margin = torch.full((len(images),), -torch.inf, dtype=torch.float64)
     left = torch.arange(len(images))
@@ -155,7 +167,7 @@ def _certify_batch(
         # Noise of a given radius is far beyond rounding: more digits would not help.
         if bool(radius.any()) or not len(left):
             break
-    return classes, margin > 0, margin
+    return Certificate(classes, margin > 0, margin)
 
 
 def _attempt(model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits, tol: float) -> tuple[Tensor, Tensor]:

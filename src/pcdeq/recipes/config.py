@@ -42,7 +42,7 @@ class TrainConfig:
     """Width of each equilibrium layer. (default: the row's)"""
     epochs: int | None = None
     """Passes over the training images. (default: the row's)"""
-    epoch_steps: int | None = None
+    steps_per_epoch: int | None = None
     """End each epoch after so many optimiser steps, for a model too slow for whole passes. (default: no)"""
     batch_size: int = 64
     """Images per optimiser step, over all processes and accumulated parts."""
@@ -182,7 +182,7 @@ _FROM_JSON: dict[str, tuple[type, type[Any]]] = {
     "out": (str, Path),
 }
 _AT_LEAST = {
-    **dict.fromkeys(("epochs", "epoch_steps", "batch_size", "accumulate", "lr_step"), 1),
+    **dict.fromkeys(("epochs", "steps_per_epoch", "batch_size", "accumulate", "lr_step"), 1),
     **dict.fromkeys(("weight_decay", "seed"), 0),
 }
 

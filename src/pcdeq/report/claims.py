@@ -50,7 +50,7 @@ def check_claims(
 ) -> list[Claim]:
     """Check every claim against these runs, and against ``subjects`` or the networks of the runs."""
     # The claims are about pcDEQs and whole epochs; of the baselines only their published figures are compared.
-    lines = [line for group in collect(runs).values() for line in group if line.runs and line.epoch_steps is None]
+    lines = [line for group in collect(runs).values() for line in group if line.runs and line.steps_per_epoch is None]
     lines = [line for line in lines if line.row.family == "pcdeq"]
     reason = "no trained network at hand"
     if subjects is None:

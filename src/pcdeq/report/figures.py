@@ -42,7 +42,9 @@ def draw_evaluation(run: Run, evaluation: Evaluation, dataset: Dataset) -> Path:
     return run.write(f"errors-{dataset.name}.png", _png(draw_errors(evaluation, dataset)))
 
 
-def draw_certificate(run: Run, certificate: Certificate, labels: Tensor, curve: dict[float, float] | None) -> Path:
+def draw_certificate(
+    run: Run, certificate: Certificate, labels: Tensor, curve: dict[float, float] | None, name: str = "certificate"
+) -> Path:
     """Draw by how much the proved classes lead, and the robustness curve if there is one; return the file."""
     figure = new_figure(8.4 if curve else 4.6, 3.4, f"{run.config.row} on {run.config.data}: what is proved")
     axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
@@ -58,7 +60,7 @@ def draw_certificate(run: Run, certificate: Certificate, labels: Tensor, curve: 
     if curve:
         axes[1].plot(list(curve), [100 * share for share in curve.values()], marker="o", color=BLUE)
         axes[1].set(xlabel="distance in each pixel, 0 to 1", ylabel="proved and right, %", ylim=(0, 101))
-    return run.write("certificate.png", _png(figure))
+    return run.write(f"{name}.png", _png(figure))
 
 
 def draw_curves(run: Run) -> Figure:

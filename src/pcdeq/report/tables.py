@@ -23,7 +23,7 @@ class Line:
     runs: tuple[Run, ...] = ()
     epochs: int = 0
     solver: str = "default"
-    epoch_steps: int | None = None
+    steps_per_epoch: int | None = None
 
     @property
     def last(self) -> list[EpochMetrics]:
@@ -48,7 +48,7 @@ class Line:
     @property
     def is_full(self) -> bool:
         """Whether the runs have all the epochs of the paper."""
-        return bool(self.runs) and self.epoch_steps is None and self.epochs >= self.row.epochs
+        return bool(self.runs) and self.steps_per_epoch is None and self.epochs >= self.row.epochs
 
     @property
     def difference(self) -> float | None:
@@ -93,8 +93,8 @@ class Line:
             parts += ["--runs", str(len(self.runs))]
         if self.runs and not self.is_full:
             parts += ["--epochs", str(self.epochs)]
-        if self.epoch_steps is not None:
-            parts += ["--epoch-steps", str(self.epoch_steps)]
+        if self.steps_per_epoch is not None:
+            parts += ["--steps-per-epoch", str(self.steps_per_epoch)]
         if self.solver != "default":
             parts += ["--solver", self.solver]
         return " ".join(parts)
@@ -120,8 +120,8 @@ class Line:
         }
 
     def _length(self) -> str:
-        if self.epoch_steps is not None:
-            return f"{self.epochs} of {self.epoch_steps} steps each, of {self.row.epochs}"
+        if self.steps_per_epoch is not None:
+            return f"{self.epochs} of {self.steps_per_epoch} steps each, of {self.row.epochs}"
         return f"{self.epochs} of {self.row.epochs}"
 
 
@@ -140,7 +140,7 @@ def collect(runs: Iterable[Run], datasets: Sequence[str] = ()) -> dict[str, list
         config = run.config
         if not run.metrics or config.robust_radius:
             continue
-        kind = _Kind(config.data, config.row, config.solver, len(run.metrics), config.epoch_steps)
+        kind = _Kind(config.data, config.row, config.solver, len(run.metrics), config.steps_per_epoch)
         group = groups.setdefault(kind, [])
         if config.seed not in [other.config.seed for other in group]:  # a repetition is not another run
             group.append(run)
@@ -155,12 +155,12 @@ class _Kind(NamedTuple):
     row: str
     solver: str
     epochs: int
-    epoch_steps: int | None
+    steps_per_epoch: int | None
 
     @property
     def rank(self) -> tuple[bool, str, bool, int]:
         """The usual solver first, and the longest training."""
-        return self.solver != "default", self.solver, self.epoch_steps is not None, -self.epochs
+        return self.solver != "default", self.solver, self.steps_per_epoch is not None, -self.epochs
 
 
 def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:
@@ -173,9 +173,9 @@ def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:
     for name in names:
         row = find_row(name, data, image_channels)
         kinds = sorted((kind for kind in here if kind.row == name), key=lambda kind: kind.rank)
-        lines += [Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.epoch_steps) for kind in kinds] or [
-            Line(row, data)
-        ]
+        lines += [
+            Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.steps_per_epoch) for kind in kinds
+        ] or [Line(row, data)]
     return lines
 
 

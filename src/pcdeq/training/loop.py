@@ -179,7 +179,7 @@ def _train_epoch(session: Session, epoch: int, display: Display) -> Tally:
     session.model.train()
     session.train.set_epoch(epoch)
     tally = Tally(equilibrium_layers(session.network))
-    steps = min(len(session.train), config.epoch_steps or len(session.train))
+    steps = min(len(session.train), config.steps_per_epoch or len(session.train))
     for step, (images, labels) in enumerate(islice(session.train, steps)):
         batch_images = min(config.batch_size, session.epoch_images - step * config.batch_size)
         if batch_images < 2 * accelerator.num_processes:

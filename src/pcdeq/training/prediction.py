@@ -61,7 +61,7 @@ def predict(
     run = run if isinstance(run, Run) else Run.open(run)
     paths = [Path(picture) for picture in pictures]
     ink = paper_dataset(run.config.data) == "mnist"
-    prepared = [prepare_picture(_open_picture(path), run.image_shape, ink) for path in paths]
+    prepared = [prepare_picture(open_picture(path), run.image_shape, ink) for path in paths]
     network = load(run, checkpoint).to(pick_device(device))
     images = torch.stack([image for image, _ in prepared]).to(pick_device(device))
     with torch.inference_mode():
@@ -100,7 +100,8 @@ def prepare_picture(picture: Image.Image, image_shape: ImageShape, ink: bool) ->
     return pixels.permute(2, 0, 1).contiguous(), ", ".join(done) or "as it is"
 
 
-def _open_picture(path: Path) -> Image.Image:
+def open_picture(path: Path) -> Image.Image:
+    """A picture file, read whole; a `DataError` says which one cannot be read."""
     try:
         with Image.open(path) as picture:
             picture.load()

@@ -239,7 +239,10 @@ class Run:
             state = torch.load(path, map_location="cpu", weights_only=True)
             return Checkpoint(model=self.load_weights(which), **state)
         except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+            raise DataError(
+                f"{path} cannot be read: {error}; this run cannot go on: train anew into another --out "
+                "(model.safetensors beside it, if whole, can still be evaluated)"
+            ) from error
 
     def has(self, which: Which) -> bool:
         """Whether there is such a checkpoint."""

@@ -128,7 +128,7 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         train=_training_batches(train, resolved, preprocessing, accelerator),
         test=_ordered(dataset.test, preprocessing, accelerator),
         validation=None if held_out is None else _ordered(held_out, preprocessing, accelerator),
-        epoch_images=min(len(train), (resolved.epoch_steps or len(train)) * resolved.batch_size),
+        epoch_images=min(len(train), (resolved.steps_per_epoch or len(train)) * resolved.batch_size),
         data_line=dataset.describe(),
     )
 

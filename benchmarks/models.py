@@ -1,18 +1,22 @@
 """pcDEQ beside the models that it is compared with: time, evaluations and memory of a step; part of `make bench`.
 
 Unlike in `measure.py`, where other methods solve the same networks, these are other networks, of about the same
-size. All take turns in one process, on the same batches, each at its own default tolerance, after the same short
-training; so the numbers of steps are those of the beginning, and monDEQ's and DEQ's grow later.
+size. All take turns in one process, on the same batches, each at its own default tolerance: with the weights of
+finished runs where ``--runs`` has them, else after the same few steps of training. Numbers of evaluations grow with
+training, monDEQ's and DEQ's most of all.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import platform
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from cases import Batch, Case
@@ -24,33 +28,43 @@ import pcdeq
 from pcdeq.errors import ConvergenceWarning
 from pcdeq.models import build, equilibrium_layers
 from pcdeq.recipes import find_row
+from pcdeq.training import Run
 
 RESULTS = Path(__file__).parents[1] / "results" / "bench" / "models.md"
 # A step of the ODEs and of the convolutions by FFT takes seconds: --classes l,mc,sc,ode asks for all.
 CLASSES = {
-    "l": ("pcdeq-1-l-relu6", "mondeq-l", "deq-l-relu6", "explicit-l-relu6"),
+    "l": ("pcdeq-1-l-relu6", "pcdeq-1-l-tanh", "mondeq-l", "deq-l-relu6", "deq-l-tanh", "explicit-l-relu6"),
     "mc": ("pcdeq-1-mc-relu6", "mondeq-mt", "deq-mc-relu6", "explicit-mc-relu6"),
     "sc": ("pcdeq-1-sc-relu6", "mondeq-sc", "deq-sc-relu6", "explicit-sc-relu6"),
     "ode": ("pcdeq-1-mc-relu6", "node", "anode"),
 }
 DEFAULT = "l,mc"
-COLUMNS = ("row", "parameters", "training ms", "inference ms", "forward", "backward", "unconverged", "MB")
+COLUMNS = ("row", "parameters", "trained", "training ms", "inference ms", "forward", "backward", "unconverged", "MB")
 
 
 class Model:
     """A row's network with its optimiser, ready to train and to infer."""
 
-    def __init__(self, row: str, data: str, batches: list[Batch]) -> None:
+    def __init__(self, row: str, data: str, batches: list[Batch], runs: Path | None, warm_up: int) -> None:
         torch.manual_seed(0)
         self.row = find_row(row, data)
-        self.network = build(row, data)
+        folder = None if runs is None else runs / f"{row}-{data}-seed0"
+        self.epochs = len(Run.open(folder).metrics) if folder is not None and folder.is_dir() else 0
+        self.network = pcdeq.load(folder).train() if self.epochs and folder is not None else build(row, data)
         self.turns = itertools.cycle(batches)
-        parameters = self.network.parameters()
-        lr, decay = self.row.lr, self.row.weight_decay
-        self.optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=True)
+        self.optimizer = self._optimizer(self.row.lr)
         self.forward: list[float] = []  # evaluations of each step, the mean over the layers
         self.backward: list[float] = []
         self.unconverged = 0
+        for _ in range(0 if self.epochs else warm_up):
+            self.train()
+        self.trained = f"{self.epochs} epochs" if self.epochs else f"{warm_up} steps"
+        # A rate of nearly 0: the weights stay those that were trained, the work is that of a step.
+        self.optimizer = self._optimizer(1e-12)
+        self.forward, self.backward, self.unconverged = [], [], 0
+
+    def _optimizer(self, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.parameters(), lr=lr, weight_decay=0.0, fused=True)
 
     def train(self) -> None:
         """One training step."""
@@ -77,66 +91,92 @@ class Model:
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured of a model."""
+    """What was measured of a model; steps and failures are those of the training steps."""
 
-    model: Model
+    row: str
+    title: str
+    parameters: int
+    trained: str
     training: Timing
     inference: Timing
+    forward: float
+    backward: float
+    unconverged: float  # of 100 samples, layers and directions
     peak_bytes: int
 
+    @classmethod
+    def of(cls, model: Model, training: Timing, inference: Timing, peak_bytes: int) -> Entry:
+        solves = 2 * 64 * len(model.forward) * max(1, len(equilibrium_layers(model.network)))
+        return cls(
+            row=model.row.name,
+            title=model.row.title,
+            parameters=model.row.parameters,
+            trained=model.trained,
+            training=training,
+            inference=inference,
+            forward=fmean(model.forward),
+            backward=fmean(model.backward),
+            unconverged=100 * model.unconverged / solves,
+            peak_bytes=peak_bytes,
+        )
+
     def cells(self) -> tuple[str, ...]:
-        model = self.model
         return (
-            model.row.title,
-            f"{model.row.parameters:,}",
+            self.title,
+            f"{self.parameters:,}",
+            self.trained,
             f"{self.training.median:.1f} ({self.training.low:.1f}-{self.training.high:.1f})",
             f"{self.inference.median:.1f} ({self.inference.low:.1f}-{self.inference.high:.1f})",
-            f"{fmean(model.forward):.1f}",
-            f"{fmean(model.backward):.1f}",
-            f"{model.unconverged:,}",
+            f"{self.forward:.1f}",
+            f"{self.backward:.1f}",
+            f"{self.unconverged:.2g} %",
             f"{self.peak_bytes / 1e6:.1f}",
         )
 
 
-def measure_class(rows: tuple[str, ...], data: str, warm_up: int, seconds: float) -> list[Entry]:
-    """Train all models for some steps, then let them take turns."""
+def measure_class(rows: tuple[str, ...], data: str, runs: Path | None, warm_up: int, seconds: float) -> list[Entry]:
+    """Let the models of a class take turns."""
     batches, _ = Case("mc", data, "relu6").batches()
     batches = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in batches]
-    models = {row: Model(row, data, batches) for row in rows}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # counted instead
-        for model in models.values():
-            for _ in range(warm_up):
-                model.train()
+        models = {row: Model(row, data, batches, runs, warm_up) for row in rows}
         training = interleave({row: model.train for row, model in models.items()}, seconds)
         memory = {row: peak_memory(model.train) for row, model in models.items()}
         for model in models.values():
             model.deploy()
         inference = interleave({row: model.infer for row, model in models.items()}, seconds)
-    return [Entry(model, training[row], inference[row], memory[row]) for row, model in models.items()]
+    return [Entry.of(model, training[row], inference[row], memory[row]) for row, model in models.items()]
 
 
-def main(classes: str = DEFAULT, data: str = "mnist", warm_up: int = 10, seconds: float = 1.0) -> None:
-    """Measure, print and write the page."""
+def main(classes: str, data: str, runs: Path | None, warm_up: int, seconds: float, out: Path) -> None:
+    """Measure, print, and write the page and its numbers."""
+    facts: dict[str, Any] = {"data": data, "threads": torch.get_num_threads(), "machine": platform.processor()}
+    found: dict[str, list[Entry]] = {}
     lines = ["# Speed of the models that pcDEQ is compared with", ""]
-    lines += [" ".join((__doc__ or "").split()), "", "Evaluations are a layer's mean; an explicit layer has one."]
-    lines += [f"{data}, batches of 64, {torch.get_num_threads()} thread(s), {warm_up} steps of training before.", ""]
+    lines += [" ".join((__doc__ or "").split()), ""]
+    lines += [f"{data}, batches of 64, {torch.get_num_threads()} thread(s), medians and middle halves."]
+    lines += ["Evaluations are a layer's mean; an explicit layer has one.", ""]
     for name in classes.split(","):
+        found[name] = measure_class(CLASSES[name], data, runs, warm_up, seconds)
         lines += [f"**{name.upper()}**", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-        for entry in measure_class(CLASSES[name], data, warm_up, seconds):
-            lines.append(f"| {' | '.join(entry.cells())} |")
-            print(lines[-1], flush=True)
+        lines += [f"| {' | '.join(entry.cells())} |" for entry in found[name]]
         lines.append("")
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    write(RESULTS, "\n".join(lines).encode())
+        print("\n".join(lines[-len(found[name]) - 1 :]), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {name: [asdict(entry) for entry in entries] for name, entries in found.items()}
+    write(out.with_suffix(".json"), json.dumps({**facts, "classes": numbers}, indent=1).encode())
+    write(out, "\n".join(lines).encode())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--classes", default=DEFAULT, help=f"of {', '.join(CLASSES)}")
     parser.add_argument("--data", default="mnist", choices=("mnist", "cifar10"))
-    parser.add_argument("--warm-up", type=int, default=10, help="training steps before")
+    parser.add_argument("--runs", type=Path, help="folder of finished runs, ROW-DATA-seed0, whose weights to take")
+    parser.add_argument("--warm-up", type=int, default=10, help="steps of training of a model without a run")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each model, in training and in inference")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the page; its numbers go beside it as .json")
     parser.add_argument("--threads", type=int, default=2)
     options = vars(parser.parse_args())
     torch.set_num_threads(options.pop("threads"))

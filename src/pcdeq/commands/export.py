@@ -123,7 +123,7 @@ class Export:
             plan = plan_export(model, self.form, calibration=training, **options)
         metadata = describe(plan, model, row=run.config.row, data=run.config.data, test_accuracy=run.accuracy)
         out = self.out or run.path / f"model{'-loop' if self.form == 'loop' else ''}{SUFFIX[self.to]}"
-        with saying(f"writing the graph as {SUFFIX[self.to]}, which takes torch a minute or two", quiet=self.json):
+        with saying(f"writing the graph as {SUFFIX[self.to]}, which may take torch a minute", quiet=self.json):
             content, agreement = render(plan, self.to, metadata), None
         if test is not None:
             with saying(f"comparing with PyTorch on {len(test):,} test images", quiet=self.json):

@@ -201,8 +201,8 @@ Certified: share of 1,000 predictions proved to be those of the exact equilibriu
 ODES = """A pass over MNIST would take them hours, so they had one thread for about half an hour, evaluated after it.
 The last column is what pcDEQ reached in as much time, at the measured ratio of their steps."""
 
-CAVEATS = f"""- Differences of accuracy below {NOISE} points are called none: one run of each, on 10,000 images, cannot tell them
-  apart. Times within a factor of {TIE} are called equal.
+CAVEATS = f"""- Differences of accuracy below {NOISE} points are called none: one run of each, on 10,000 images, cannot
+  tell them apart. Times within a factor of {TIE} are called equal.
 - Implementations differ, not only methods: pcDEQ's solves run in a C kernel on a CPU, DEQ's and monDEQ's are plain
   torch, and the ODEs use torchdiffeq. Evaluations are the fairer count.
 - The baselines were not tuned here. monDEQ has no weight decay, as in its authors' code, pcDEQ has the paper's. Batch

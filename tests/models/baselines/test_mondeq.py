@@ -23,9 +23,9 @@ def make(kind: str, m: float = 1.0, scale: float = 1.0) -> Monotone:
     if kind == "dense":
         operator = DenseMonotone(7, m)
     elif kind == "conv":
-        operator = ConvMonotone(2, (6, 4), m)
+        operator = ConvMonotone(2, (6, 4), m, border=1)
     else:
-        operator = TieredMonotone((2, 3, 2), (8, 8), m)
+        operator = TieredMonotone((2, 3, 2), (8, 8), m, border=2)
     operator.double()
     with torch.no_grad():
         for parameter in operator.parameters():
@@ -139,7 +139,7 @@ class TestSplitting:
         operator, x, splitting = self.solve(kind, method)
         solution = splitting.equilibrium(x, EXACT)
         assert solution.converged.all()
-        torch.testing.assert_close(solution.value, torch.relu(operator.product(solution.value) + x))
+        torch.testing.assert_close(solution.value, operator.prox(operator.product(solution.value) + x))
         assert (solution.value > 0).any() and (solution.value == 0).any()
 
     def test_adjoint_satisfies_its_equation(self, kind, method):
@@ -181,11 +181,42 @@ def test_gradients_against_unrolled(kind, method):
     wanted = [x, *operator.parameters()]
     implicit = torch.autograd.grad(z, wanted, cotangent)
     offset = operator.lift(x)
-    state = torch.relu(offset)
+    state = operator.prox(offset)
     for _ in range(60):  # forward-backward with a step that is good for so small a weight
-        state = torch.relu(state + 0.7 * (operator.product(state) + offset - state))
+        state = operator.prox(state + 0.7 * (operator.product(state) + offset - state))
     unrolled = torch.autograd.grad(operator.read(state), wanted, cotangent)
     torch.testing.assert_close(implicit, unrolled, rtol=1e-6, atol=1e-8)
+
+
+def test_projections_keep_the_border_at_zero():
+    z = torch.rand(1, 1, 6, 6) + 1
+    inside = nn.functional.pad(z[:, :, 2:-2, 2:-2], (2, 2, 2, 2))
+    assert ConvMonotone(1, (6, 6), border=2).prox(z).equal(inside)
+    assert ConvMonotone(1, (6, 6), border=2).prox(-z).equal(torch.zeros_like(z))
+    tiers = TieredMonotone((1, 1), (8, 8), border=2)
+    first, second = tiers.split(tiers.prox(torch.ones(1, 64 + 16)))
+    assert first.sum() == 16 and first[0, 0, 2:6, 2:6].sum() == 16
+    assert second.sum() == 4 and second[0, 0, 1:3, 1:3].sum() == 4
+
+
+def test_nothing_passes_over_the_border():
+    """Circular convolutions wrap around, but not what they meet in the border's zeros: as with padding."""
+    torch.manual_seed(0)
+    layer = MonDEQ(ConvMonotone(2, (9, 9), border=1), solver=EXACT).double().eval()
+    kernels = [layer.operator.a(), layer.operator.b()]
+    x = nn.functional.pad(torch.randn(2, 2, 7, 7, dtype=torch.float64), (1, 1, 1, 1))
+    z = layer(x)[:, :, 1:-1, 1:-1]
+
+    def padded(image: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(image, kernel, padding=1)
+
+    def back(image: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv_transpose2d(image, kernel, padding=1)
+
+    # A reaches one pixel into the border before Aᵀ comes back, so A is taken on the whole image.
+    ata = nn.functional.conv_transpose2d(nn.functional.conv2d(z, kernels[0], padding=2), kernels[0], padding=2)
+    product = -ata + padded(z, kernels[1]) - back(z, kernels[1])
+    torch.testing.assert_close(z, torch.relu(product + x[:, :, 1:-1, 1:-1]))
 
 
 class TestLayer:
@@ -218,8 +249,16 @@ class TestLayer:
         assert layer.alpha > 0.1
 
     def test_search_takes_the_last_of_the_fewest(self):
-        assert search_alpha({1.0: 6, 0.5: 6, 0.25: 8}.__getitem__) == 0.5
-        assert search_alpha({1.0: 5, 0.5: 6}.__getitem__) == 1.0
+        assert search_alpha({1.0: 6, 0.5: 6, 0.25: 8}.__getitem__, present=1.0) == 0.5
+        assert search_alpha({1.0: 5, 0.5: 6}.__getitem__, present=0.25) == 1.0
+        assert search_alpha({1.0: None, 0.5: 20, 0.25: None}.__getitem__, present=1.0) == 0.5
+
+    def test_a_search_that_finds_nothing_changes_nothing(self):
+        assert search_alpha(lambda alpha: None, present=0.5) == 0.5
+        layer = MonDEQ(DenseMonotone(6), alpha=0.5, solver=Picard(max_steps=2))
+        with pytest.warns(UserWarning, match="not converged"):
+            layer.train()(torch.randn(8, 6))
+        assert layer.alpha == 0.5
 
     def test_weights_learn(self):
         torch.manual_seed(0)

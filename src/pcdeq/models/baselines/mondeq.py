@@ -1,8 +1,10 @@
 """Monotone operator equilibrium networks (Winston & Kolter 2020): L, SC and MT.
 
 No batch norm, ReLU, and a classifier right after the equilibrium. Convolutions are circular on images with a
-border, of 1 pixel for SC and of 4 for MT: with these the authors' widths give the published numbers of parameters
-(but for SC on MNIST). That this is how the authors came to them is our inference, not theirs.
+border that is kept at 0, so that they act as if padded with zeros. As in the authors' code it is of 1 pixel for SC. MT
+has 1 pixel around its smallest tier, as there, and 2 and 4 around the larger ones, so that each tier has exactly half
+the resolution of the one before; the authors have 1 everywhere, and other sizes in between. With these the authors'
+widths give the published numbers of parameters (but for SC on MNIST).
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from pcdeq.solving import SolvingLayer
 
 TUNE_EVERY = 200  # training passes between two searches for the step size...
 TUNE_EARLY = (8, 16, 32, 64, 128)  # ...and passes before that: W grows fastest at the beginning
-TIER_BORDER = 4  # pixels around the images of MT
+TIER_BORDER = 4  # pixels around the largest images of MT
 
 
 class MonDEQ(SolvingLayer):
-    """The z that solves z = ReLU(Wz + x), for a W that makes I - W strongly monotone.
+    """The z that solves z = ReLU(Wz + x), 0 on the border if there is one, for a W that makes I - W strongly monotone.
 
     Args:
         operator: W.
@@ -95,10 +97,11 @@ class MonDEQ(SolvingLayer):
         passes = int(self.passes)
         if (passes % TUNE_EVERY == 0 or passes in TUNE_EARLY) and len(offset):
 
-            def steps(alpha: float) -> int:
-                return int(self._splitting(offset, alpha).equilibrium(offset, self.solver).steps.max())
+            def steps(alpha: float) -> int | None:
+                solution = self._splitting(offset, alpha).equilibrium(offset, self.solver)
+                return int(solution.steps.max()) if bool(solution.converged.all()) else None
 
-            self.alpha.fill_(search_alpha(steps))
+            self.alpha.fill_(search_alpha(steps, float(self.alpha)))
         self.passes += 1
 
     def extra_repr(self) -> str:
@@ -144,7 +147,7 @@ class MonDEQSC(Network):
         size = (image_shape[1] + 2, image_shape[2] + 2)
         return {
             "lift": nn.Conv2d(image_shape[0], width, 3, padding=2),  # a border of 1
-            "deq": MonDEQ(ConvMonotone(width, size), **solver_options("monDEQ", options)),
+            "deq": MonDEQ(ConvMonotone(width, size, border=1), **solver_options("monDEQ", options)),
             **head(width, image_shape, size, 4, num_classes),
         }
 
@@ -168,7 +171,7 @@ class MonDEQMT(Network):
                 f"{image_shape[2]}; the SC network takes others"
             )
         size = (image_shape[1] + 2 * TIER_BORDER, image_shape[2] + 2 * TIER_BORDER)
-        operator = TieredMonotone(channels, size)
+        operator = TieredMonotone(channels, size, border=TIER_BORDER)
         return {
             "lift": nn.Conv2d(image_shape[0], channels[0], 3, padding=1 + TIER_BORDER),
             "deq": MonDEQ(operator, **solver_options("monDEQ", options)),

@@ -4,8 +4,8 @@ Winston & Kolter (2020), "Monotone operator equilibrium networks": W = (1 - m) I
 The symmetric part of I - W is then m I + AᵀA, at least m, whatever A and B are; so z = ReLU(Wz + x) has
 exactly one solution for every x. Splitting methods need Wz or the resolvent V = (I + α (I - W))⁻¹.
 
-Convolutions are circular, on images with a border of zeros, so that the Fourier transform turns W into one
-small matrix for each frequency, whose inverse is V at that frequency.
+Convolutions are circular, so that the Fourier transform turns W into one small matrix for each frequency, whose
+inverse is V at that frequency. States may have a border of zeros, over which nothing passes from one side to the other.
 
 Multi-tier: z consists of tiers, each of half the resolution of the one before. A is block bidiagonal, with
 convolutions A_i within the tiers and convolutions D_i of stride 2 from tier i to i + 1, so that AᵀA has the blocks
@@ -64,6 +64,10 @@ class Monotone(nn.Module, ABC):
     def lift(self, x: Tensor) -> Tensor:
         """The offset of the equation that a layer's input stands for."""
         return x
+
+    def prox(self, z: Tensor) -> Tensor:
+        """The nearest admissible state: nonnegative, and 0 on the border if there is one."""
+        return torch.relu(z)
 
     def read(self, z: Tensor) -> Tensor:
         """What of a state the layer gives to the next one."""
@@ -168,11 +172,18 @@ class ConvMonotone(Monotone):
     True
     """
 
-    def __init__(self, channels: int, size: Size, m: float = 1.0) -> None:
+    inside: Tensor  # 1, and 0 on the border
+
+    def __init__(self, channels: int, size: Size, m: float = 1.0, border: int = 0) -> None:
         super().__init__(m)
         self.channels, self.size = channels, size
         self.a = ScaledKernel(channels, channels)
         self.b = ScaledKernel(channels, channels)
+        interior = torch.ones(size[0] - 2 * border, size[1] - 2 * border)
+        self.register_buffer("inside", F.pad(interior, (border,) * 4), persistent=False)
+
+    def prox(self, z: Tensor) -> Tensor:
+        return self.inside * torch.relu(z)
 
     def product(self, z: Tensor, transposed: bool = False) -> Tensor:  # (samples, channels, height, width)
         a, b = self.a(), self.b()
@@ -231,10 +242,12 @@ class TieredMonotone(Monotone):
     others have a bias, and the last one is what the layer gives on.
     """
 
-    def __init__(self, channels: tuple[int, ...], size: Size, m: float = 1.0) -> None:
+    def __init__(self, channels: tuple[int, ...], size: Size, m: float = 1.0, border: int = 0) -> None:
         super().__init__(m)
         sizes = [(size[0] >> tier, size[1] >> tier) for tier in range(len(channels))]
-        self.tiers = nn.ModuleList(ConvMonotone(c, s, m) for c, s in zip(channels, sizes, strict=True))
+        self.tiers = nn.ModuleList(
+            ConvMonotone(c, s, m, border >> tier) for tier, (c, s) in enumerate(zip(channels, sizes, strict=True))
+        )
         self.down = nn.ModuleList(ScaledKernel(*pair) for pair in pairwise(channels))
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(c)) for c in channels[1:])
         self.shapes = [(c, *s) for c, s in zip(channels, sizes, strict=True)]
@@ -249,6 +262,10 @@ class TieredMonotone(Monotone):
             bias[:, None, None].expand(len(x), *shape) for bias, shape in zip(self.biases, self.shapes[1:], strict=True)
         )
         return torch.cat([tier.flatten(1) for tier in (x, *biases)], dim=1)
+
+    def prox(self, z: Tensor) -> Tensor:
+        parts = (tier.prox(part) for tier, part in zip(self.tiers, self.split(z), strict=True))  # pyright: ignore
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def read(self, z: Tensor) -> Tensor:
         return self.split(z)[-1]

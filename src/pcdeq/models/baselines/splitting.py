@@ -1,7 +1,8 @@
-"""Operator splitting: z = ReLU(Wz + x) and its adjoint as fixed points that plain iteration reaches.
+"""Operator splitting: z = prox(Wz + x) and its adjoint as fixed points that plain iteration reaches.
 
 Winston & Kolter (2020), Algorithms 1 to 4; Ryu & Boyd (2016) for the methods. The equation says
-0 ∈ (I - W) z - x + ∂f(z), where f is 0 on [0, inf) and infinite elsewhere, whose proximal map is ReLU for every α.
+0 ∈ (I - W) z - x + ∂f(z), where f is 0 on the admissible states and infinite elsewhere. These are all z >= 0, and for
+convolutions z = 0 on the border; the proximal map is for every α the projection: ReLU, and 0 on the border.
 The gradient v of a loss with respect to z turns into u = D(Wᵀu + v) with respect to x, D = diag(z > 0). That is
 0 ∈ (I - Wᵀ) u - v + ∂g(u), g being 0 on the components that D keeps and infinite outside, whose proximal map is D:
 the same problem with W transposed and another proximal map.
@@ -52,8 +53,8 @@ class Splitting:
         return cls(operator, alpha, operator.resolvent(alpha), damping)
 
     def equilibrium(self, x: Tensor, solver: Solver) -> Solution:
-        """z = ReLU(Wz + x)."""
-        return self._solve(x, torch.relu, solver, transposed=False)
+        """z = prox(Wz + x)."""
+        return self._solve(x, self.operator.prox, solver, transposed=False)
 
     def adjoint(self, z: Tensor, grad: Tensor, solver: Solver) -> Solution:
         """u = D(Wᵀu + grad) at an equilibrium z: the gradient with respect to x."""
@@ -86,22 +87,25 @@ class Splitting:
         return step
 
 
-def search_alpha(steps: Callable[[float], int], largest: float = LARGEST_ALPHA) -> float:
+def search_alpha(steps: Callable[[float], int | None], present: float, largest: float = LARGEST_ALPHA) -> float:
     """The step size, of ``largest`` and its halves, after which fewer steps are no longer found.
 
     Convergence does not depend on α but its speed does, and the best α moves as W learns. As in the authors'
-    experiments α is halved while the number of steps does not grow.
+    experiments α is halved while the number of steps does not grow; where a solve with none of them ends within the
+    solver's limit, ``steps`` being None, the present one stays.
 
-    >>> search_alpha({1.0: 10, 0.5: 9, 0.25: 12}.__getitem__)
+    >>> search_alpha({1.0: 10, 0.5: 9, 0.25: 12}.__getitem__, present=1.0)
     0.5
     """
-    alpha, fewest = largest, steps(largest)
-    while alpha > SMALLEST_ALPHA:
-        found = steps(alpha / 2)
-        if found > fewest:
+    best, fewest, alpha = present, None, largest
+    while alpha >= SMALLEST_ALPHA:
+        found = steps(alpha)
+        if found is not None and (fewest is None or found <= fewest):
+            best, fewest = alpha, found
+        elif fewest is not None:
             break
-        alpha, fewest = alpha / 2, found
-    return alpha
+        alpha /= 2
+    return best
 
 
 def checked(method: str, alpha: float, damping: float) -> Method:

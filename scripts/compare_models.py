@@ -20,24 +20,29 @@ from pcdeq.training import find_runs
 RESULTS = Path(__file__).parents[1] / "results"
 DATA, IMAGES, BATCH = "mnist", 60_000, 64
 CLASSES = {"l": ("One dense layer (L)", ("l",)), "mc": ("Three layers or tiers (MC, MT)", ("mc", "mt"))}
-NOISE = 0.3  # percent points: two standard errors of a difference, near 98 % of 10,000 images
+NOISE = 0.4  # percent points: two standard errors of a difference, at 98 % of 10,000 images each
 TIE = 1.1  # a ratio of times below it is none
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a training and an inference step of 64 images, by row."""
+    """Milliseconds of a training and an inference step of 64 images, by row, of models that took turns."""
 
     training: dict[str, float]
     inference: dict[str, float]
     threads: int
 
     @classmethod
-    def read(cls, path: Path) -> Times:
+    def read(cls, path: Path) -> dict[str, Times]:
+        """By class: a row that is in two was measured twice."""
         found = json.loads(path.read_text(encoding="utf-8"))
-        entries = [entry for entries in found["classes"].values() for entry in entries]
-        medians = [{entry["row"]: entry[kind]["median"] for entry in entries} for kind in ("training", "inference")]
-        return cls(*medians, threads=found["threads"])
+        return {
+            name: cls(
+                *({e["row"]: e[kind]["median"] for e in entries} for kind in ("training", "inference")),
+                threads=found["threads"],
+            )
+            for name, entries in found["classes"].items()
+        }
 
     def epoch(self, row: str) -> float | None:
         """Seconds of training."""
@@ -57,8 +62,9 @@ def steps(line: Line, epoch: int, direction: str) -> str:
     return f"{fmean(values):.1f}" if values else "1"
 
 
-def failures(line: Line, epoch: int) -> int:
-    return sum(one.unconverged for run in line.runs for one in run.metrics[:epoch])
+def failures(line: Line, epoch: int) -> float:
+    """Samples of a run that did not converge, in the mean over the runs."""
+    return fmean(sum(one.unconverged for one in run.metrics[:epoch]) for run in line.runs)
 
 
 def class_table(lines: list[Line], epochs: int, times: Times) -> str:
@@ -75,7 +81,7 @@ def class_table(lines: list[Line], epochs: int, times: Times) -> str:
                 "s/epoch": "" if seconds is None else f"{seconds:.1f}",
                 "forward": steps(line, epochs, "forward"),
                 "backward": steps(line, epochs, "backward"),
-                "unconverged": f"{failures(line, epochs):,}",
+                "unconverged": f"{failures(line, epochs):g}",
                 "certified": "" if proved is None else f"{100 * proved[0] / proved[1]:.1f} %",
             }
         )
@@ -89,7 +95,8 @@ def ode_table(odes: list[Line], peer: Line, times: Times) -> str:
         trained = (line.steps_per_epoch or IMAGES // BATCH) * line.epochs
         minutes = fmean(sum(one.seconds for one in run.metrics) for run in line.runs) / 60
         equal = int(trained * times.training[line.row.name] / times.training[peer.row.name] * BATCH / IMAGES)
-        reached = f"{with_spread(accuracies(peer, min(equal, peer.epochs)))} after {equal} epochs" if equal else ""
+        equal = min(equal, peer.epochs)  # it may have ended before
+        reached = f"{with_spread(accuracies(peer, equal))} after {equal} epochs" if equal else ""
         entries.append(
             {
                 "row": line.row.title,
@@ -100,7 +107,7 @@ def ode_table(odes: list[Line], peer: Line, times: Times) -> str:
                 "ms/step": f"{times.training[line.row.name]:.0f}",
                 "forward": steps(line, line.epochs, "forward"),
                 "backward": steps(line, line.epochs, "backward"),
-                "unconverged": f"{failures(line, line.epochs):,}",
+                "unconverged": f"{failures(line, line.epochs):g}",
                 f"{peer.row.title} in that time, %": reached,
             }
         )
@@ -148,13 +155,14 @@ def time_findings(title: str, lines: list[Line], times: Times) -> Iterable[Findi
 
 
 def failure_findings(title: str, lines: list[Line], epochs: int) -> Iterable[Finding]:
-    ours = sum(failures(line, epochs) for line in lines if line.row.family == "pcdeq")
+    """A run in the mean, the worst pcDEQ against every other model that solves."""
+    ours = max(failures(line, epochs) for line in lines if line.row.family == "pcdeq")
     for line in lines:
         if line.row.family in ("pcdeq", "explicit"):
             continue
         theirs = failures(line, epochs)
         yield Finding(
-            f"{title}, samples unconverged in {epochs} epochs: {line.row.title} {theirs:,}, all pcDEQs {ours:,}.",
+            f"{title}, samples unconverged in {epochs} epochs: {line.row.title} {theirs:g}, the worst pcDEQ {ours:g}.",
             (theirs > ours) - (theirs < ours),
         )
 
@@ -163,7 +171,9 @@ def longest(lines: Iterable[Line]) -> list[Line]:
     """Of each row the longest training with the usual solver."""
     found: dict[str, Line] = {}
     for line in lines:
-        if line.runs and line.solver == "default" and line.epochs > getattr(found.get(line.row.name), "epochs", 0):
+        known = found.get(line.row.name)
+        usual = line.runs and not line.changes and line.solver == "default"
+        if usual and (known is None or line.epochs > known.epochs):
             found[line.row.name] = line
     return list(found.values())
 
@@ -171,19 +181,19 @@ def longest(lines: Iterable[Line]) -> list[Line]:
 def main() -> None:
     times = Times.read(RESULTS / "bench" / "models.json")
     lines = longest(collect(find_runs(RESULTS / "runs"))[DATA])
-    parts = ["# pcDEQ beside the models that it is compared with", HEAD.format(threads=times.threads)]
+    parts = ["# pcDEQ beside the models that it is compared with", HEAD.format(threads=times["l"].threads)]
     findings: list[Finding] = []
-    for title, topologies in CLASSES.values():
+    for name, (title, topologies) in CLASSES.items():
         group = [line for line in lines if line.row.topology in topologies and line.steps_per_epoch is None]
         epochs = min(line.epochs for line in group)
-        parts += [f"## {title}, {epochs} epochs", class_table(group, epochs, times)]
+        parts += [f"## {title}, {epochs} epochs", class_table(group, epochs, times[name])]
         findings += accuracy_findings(title, group, epochs)
-        findings += time_findings(title, group, times)
+        findings += time_findings(title, group, times[name])
         findings += failure_findings(title, group, epochs)
     odes = [line for line in lines if line.row.topology == "ode"]
     if odes:
         peer = next(line for line in lines if line.row.name == "pcdeq-1-mc-relu6")
-        parts += ["## Neural ODEs, half an hour each", ODES, ode_table(odes, peer, times)]
+        parts += ["## Neural ODEs, half an hour each", ODES, ode_table(odes, peer, times["ode"])]
     for heading, sign in (("Where pcDEQ is ahead", 1), ("Where it is not ahead", -1), ("Where neither is", 0)):
         sentences = [f"- {finding.sentence}" for finding in findings if finding.sign == sign]
         parts += [f"## {heading}", "\n".join(sentences) or "Nowhere in these tables."]
@@ -201,8 +211,8 @@ Certified: share of 1,000 predictions proved to be those of the exact equilibriu
 ODES = """A pass over MNIST would take them hours, so they had one thread for about half an hour, evaluated after it.
 The last column is what pcDEQ reached in as much time, at the measured ratio of their steps."""
 
-CAVEATS = f"""- Differences of accuracy below {NOISE} points are called none: one run of each, on 10,000 images, cannot
-  tell them apart. Times within a factor of {TIE} are called equal.
+CAVEATS = f"""- Differences of accuracy below {NOISE} points are called none: 10,000 images cannot tell
+  them apart. Times within a factor of {TIE} are called equal.
 - Implementations differ, not only methods: pcDEQ's solves run in a C kernel on a CPU, DEQ's and monDEQ's are plain
   torch, and the ODEs use torchdiffeq. Evaluations are the fairer count.
 - The baselines were not tuned here. monDEQ has no weight decay, as in its authors' code, pcDEQ has the paper's. Batch

@@ -1,7 +1,8 @@
 """Keep runs in the repository: ``python scripts/keep_runs.py RUNS_DIR [PATTERN]``.
 
 What tables and figures are made of (config.json, metrics.jsonl, summary.json) goes to results/runs, and the weights of
-first seeds, if they are of a row of the paper with the usual solver, into the package, where `pcdeq.load` finds them.
+first seeds, if they are of a pcDEQ of the paper, trained in full with the usual solver, into the package, where
+`pcdeq.load` finds them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from pcdeq.recipes import find_row
+from pcdeq.recipes import PAPER_DATASETS, rows
+from pcdeq.report.tables import collect
 from pcdeq.training import Run, find_runs, read_summary, summarise
 from pcdeq.training.pretrained import pack
 
@@ -21,7 +23,10 @@ def main(runs_dir: str, pattern: str = "*") -> None:
     for run in find_runs(Path(runs_dir)):
         if not run.path.match(pattern) or not run.metrics:
             continue
-        if read_summary(run) is None and run.has("last"):
+        if read_summary(run) is None:
+            if not run.has("last"):
+                print(f"{run.path.name}: left out, it has neither a summary nor weights")
+                continue
             summarise(run)
         kept = ROOT / "results" / "runs" / run.path.name
         kept.mkdir(parents=True, exist_ok=True)
@@ -36,8 +41,10 @@ def main(runs_dir: str, pattern: str = "*") -> None:
 def ships(run: Run) -> bool:
     """Whether the package carries its weights."""
     config = run.config
-    usual = config.solver == "default" and config.robust_radius is None and config.steps_per_epoch is None
-    return config.seed == 0 and usual and len(run.metrics) >= find_row(config.row, config.data).epochs
+    if config.seed != 0 or config.data not in PAPER_DATASETS:
+        return False
+    (line,) = (line for line in collect([run])[config.data] if line.runs)
+    return line.row in rows(config.data) and line.row.family == "pcdeq" and line.is_full and line.solver == "default"
 
 
 if __name__ == "__main__":

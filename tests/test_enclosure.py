@@ -26,7 +26,7 @@ from problems import (
 
 import pcdeq
 from pcdeq.enclosure import enclose_near, is_lower, is_upper, rounding_margin
-from pcdeq.errors import ConvergenceWarning
+from pcdeq.errors import ConvergenceWarning, UsageError
 from pcdeq.solvers import Outcome
 
 seeds = st.integers(0, 2**32 - 1)
@@ -417,3 +417,36 @@ def test_thousands_of_random_equations():
             certified += int(box.certified.sum())
     assert problems == 2700
     assert certified > 0.9 * problems
+
+
+class TestCustomActivation:
+    """Bounds rest on the accuracy of s; a custom one that loses digits must not void them."""
+
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    def test_ours_are_accurate(self, name):
+        assert pcdeq.activations.as_activation(name).loses_digits_at is None
+
+    @pytest.mark.parametrize(
+        "function", [lambda y: 1 - torch.exp2(-y), lambda y: torch.sqrt(1 + y) - 1, lambda y: torch.log(1 + y)]
+    )
+    def test_one_that_cancels_near_zero_is_refused(self, function):
+        layer = pcdeq.PcDEQLinear(1, pcdeq.Activation("own", function), weight_norm=False)
+        layer(torch.zeros(1, 1))  # it can be used
+        for proof in (layer.enclose, lambda x: layer.solve(x, solver=pcdeq.Anderson(stop="certified"))):
+            with pytest.raises(UsageError, match="'own' loses digits near y = 1e-12"):
+                proof(torch.zeros(1, 1))
+
+    @pytest.mark.parametrize("x", [-1.0, -2.0, -3.0])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_an_accurate_one_is_enclosed(self, x, dtype):
+        own = pcdeq.Activation("1-2^-y", lambda y: -torch.expm1(-math.log(2) * y), supremum=1.0)
+        layer = pcdeq.PcDEQLinear(1, own, weight_norm=False).to(dtype)
+        with torch.no_grad():
+            layer.operator.raw[0].fill_(0.5)
+        injected = float(layer.inject(torch.tensor([[x]], dtype=dtype)))
+        z = 0.0
+        for _ in range(500):
+            z = -math.expm1(-math.log(2) * (0.5 * z + injected))
+        box = layer.enclose(torch.tensor([[x]], dtype=dtype), width=1e-12)
+        assert bool(box.certified.all())
+        assert float(box.lower) <= z * (1 + 1e-15) and z * (1 - 1e-15) <= float(box.upper)

@@ -23,6 +23,7 @@ from torch import Tensor
 from pcdeq.errors import UsageError
 
 TensorMap = Callable[[Tensor], Tensor]
+ROUNDINGS = 16  # of its result, by which an evaluation of s may be off where something is proved
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,11 @@ class Activation:
     A custom activation is checked when it is made: one that is convex, decreasing, negative or
     grows linearly is refused, because the layer's guarantee would be void.
 
-    >>> import torch, pcdeq
-    >>> gompertz = pcdeq.Activation("1-2^-y", lambda y: 1 - torch.exp2(-y), supremum=1.0)
+    Bounds are proved on the assumption that ``value`` is accurate to 16 roundings of its result, also near 0. One
+    that loses digits there, such as ``1 - torch.exp2(-y)``, can be trained, but `PcDEQ.enclose` refuses it.
+
+    >>> import math, torch, pcdeq
+    >>> gompertz = pcdeq.Activation("1-2^-y", lambda y: -torch.expm1(-math.log(2) * y), supremum=1.0)
     >>> gompertz.kind
     1
     >>> pcdeq.PcDEQLinear(3, activation=gompertz)(torch.zeros(2, 3)).shape
@@ -83,6 +87,14 @@ class Activation:
     def at_zero(self) -> float:
         """s(0)."""
         return float(self.value(torch.zeros((), dtype=torch.float64)))
+
+    @cached_property
+    def loses_digits_at(self) -> float | None:
+        """An argument at which ``value`` is off by more than 16 roundings in float32, if there is one."""
+        y = torch.logspace(-12, 12, 4801, dtype=torch.float64).float()
+        exact = self.value(y.double())
+        wrong = (self.value(y).double() - exact).abs() > ROUNDINGS * torch.finfo(torch.float32).eps * exact
+        return float(y[int(wrong.int().argmax())]) if bool(wrong.any()) else None
 
     @property
     def kind(self) -> int:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pcdeq.activations import ROUNDINGS
 from pcdeq.equation import Equation
+from pcdeq.errors import UsageError
 from pcdeq.operators import DenseMap, LinearMap
 from pcdeq.solvers import Anderson, Guess, Outcome, Problem, Solution, Solver
 from pcdeq.solvers.solution import per_sample
@@ -116,7 +118,7 @@ def refine(
         # Both are bounds, so the better of the two is.
         box.lower[wide] = torch.maximum(box.lower[wide], found.lower)
         box.upper[wide] = torch.minimum(box.upper[wide], found.upper)
-    narrow = (largest(box.width) <= width).flatten()
+    narrow = (largest(box.width) <= width).flatten() & _all(box.lower <= box.upper)
     return Enclosure(box.lower, box.upper, narrow)
 
 
@@ -140,7 +142,7 @@ def _attempt(below: Equation, above: Equation, z: Tensor, terms: int, slack: flo
     high = z + distance
     low = torch.maximum(z - distance, below.at_zero() * (1 - ROUNDING_SLACK * margin))
     raised, lowered = rounded_down(below, low, margin), rounded_up(above, high, margin)
-    proved = _all(raised >= low) & _all((lowered <= high) & (high < torch.inf))
+    proved = _all(raised >= low) & _all((lowered <= high) & (high < torch.inf)) & _all(raised <= lowered)
     # One more step from either side stays on its side (g is monotone) and comes closer, for free.
     return torch.maximum(raised, low), lowered, proved
 
@@ -177,14 +179,20 @@ def rounding_margin(equation: Equation, z: Tensor) -> float:
 
     All terms of Wz + x are nonnegative, so the sum's error is relative: at most half an eps for each
     rounding. s is concave with s(0) >= 0, so it does not enlarge a relative error; its own evaluation
-    is given 16 eps.
+    is given 16 eps. A custom s that needs more is refused.
     """
+    activation = equation.activation
+    if not activation.builtin and activation.loses_digits_at is not None:
+        raise UsageError(
+            f"activation '{activation.name}' loses digits near y = {activation.loses_digits_at:.1g}, so nothing can be "
+            "proved with it: write it without a difference of nearly equal numbers, as -torch.expm1(-y) for 1 - exp(-y)"
+        )
     return product_margin(equation.map, z)
 
 
 def product_margin(linear: LinearMap, z: Tensor) -> float:
     """The same for one product of nonnegative numbers and a little that follows it."""
-    return (linear.terms(z.shape[1:]) / 2 + 16) * torch.finfo(z.dtype).eps
+    return (linear.terms(z.shape[1:]) / 2 + ROUNDINGS) * torch.finfo(z.dtype).eps
 
 
 def _in_single_precision(box: Enclosure) -> Enclosure:

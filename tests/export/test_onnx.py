@@ -10,8 +10,8 @@ import torch
 
 from pcdeq.data import load_dataset
 from pcdeq.errors import PcdeqError, UsageError
-from pcdeq.export import OnnxFile, compare, describe, plan_export, require_agreement, write_export
-from pcdeq.export.program import require_onnx
+from pcdeq.export import OnnxFile, compare, describe, open_exported, plan_export, require_agreement, write_export
+from pcdeq.export.program import require_onnx, to_onnx
 from pcdeq.export.truncation import exact_logits
 from pcdeq.models import MC, L, Preprocessing
 from pcdeq.recipes import TrainConfig
@@ -117,6 +117,25 @@ def test_a_file_that_breaks_its_word_is_refused(sigmoid, pixels):
     agreement = compare(sigmoid, lambda x: plan.graph(x) + 0.004, pixels[:50])
     assert agreement.difference > 3e-3
     with pytest.raises(PcdeqError, match="a logit is off by"):
+        require_agreement(agreement, plan)
+
+
+def test_rounding_is_not_held_against_a_bound_in_exact_arithmetic(sigmoid, pixels, tmp_path):
+    plan = plan_export(sigmoid, steps=25)  # its bound is far below what float32 can show
+    assert plan.error < 1e-8
+    agreement = compare(sigmoid, plan.graph, pixels[:50])
+    assert agreement.difference > plan.error
+    require_agreement(agreement, plan)
+
+
+def test_a_loop_promises_nothing_for_what_did_not_converge(sigmoid, pixels):
+    plan = plan_export(sigmoid, "loop", max_steps=2)
+    assert plan.proved
+    assert plan.basis == "proved for every input that converged, in exact arithmetic"
+    file = open_exported(to_onnx(plan, {}))
+    agreement = compare(sigmoid, file, pixels[:50])
+    assert agreement.converged == 0
+    with pytest.raises(PcdeqError, match="no test image converged"):
         require_agreement(agreement, plan)
 
 

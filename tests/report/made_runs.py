@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pcdeq.models import Preprocessing
 from pcdeq.recipes import TrainConfig
@@ -35,11 +36,13 @@ def make_run(
     seed: int = 0,
     solver: str = "default",
     steps_per_epoch: int | None = None,
+    settings: dict[str, Any] | None = None,
     **columns,
 ) -> Run:
     """A run whose metrics are given by epoch, as functions of it, or constant."""
     out = folder / f"{row}-mnist-{solver}-{steps_per_epoch}-seed{seed}"
-    config = TrainConfig(row, data="mnist", seed=seed, solver=solver, steps_per_epoch=steps_per_epoch, out=out)
+    options = {"seed": seed, "solver": solver, "steps_per_epoch": steps_per_epoch, "out": out, **(settings or {})}
+    config = TrainConfig(row, data="mnist", **options)
     run = Run.create(config.resolve(), DIGITS, (1, 28, 28))
     for epoch in range(1, epochs + 1):
         values = {name: value(epoch) if callable(value) else value for name, value in columns.items()}

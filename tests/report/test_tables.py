@@ -57,7 +57,30 @@ def test_epochs_that_were_cut_short_are_marked_and_not_compared(tmp_path):
     whole, cut = only(collect(find_runs(tmp_path))["mnist"], "node")
     assert (whole.epochs, cut.epochs, cut.is_full, cut.difference) == (2, 40, False, None)
     assert cut.cells()["epochs"] == "40 of 150 steps each, of 40"
-    assert cut.command == "pcdeq reproduce mnist --rows node --runs 1 --epochs 40 --steps-per-epoch 150"
+    assert cut.command == "pcdeq reproduce mnist --rows node --runs 1 --steps-per-epoch 150"
+
+
+def test_other_settings_are_another_line(tmp_path):
+    make_run(tmp_path / "a", "pcdeq-1-l-tanh", 40, seed=1, test_accuracy=10.0, settings={"lr": 5.0, "channels": (4,)})
+    make_run(tmp_path / "b", "pcdeq-1-l-tanh", 40, seed=1, test_accuracy=98.0)
+    usual, changed = only(collect([*find_runs(tmp_path / "a"), *find_runs(tmp_path / "b")])["mnist"], "pcdeq-1-l-tanh")
+    assert (usual.accuracy, usual.is_full, len(usual.runs)) == (98.0, True, 1)
+    assert (changed.accuracy, changed.difference) == (10.0, None)
+    assert changed.cells()["row"] == "pcDEQ-1-L-Tanh, channels 4, lr 5.0"
+    assert changed.command == "pcdeq train pcdeq-1-l-tanh --data mnist --seed 1 --channels 4 --lr 5.0"
+
+
+def test_more_epochs_than_the_papers_are_not_compared(tmp_path):
+    make_run(tmp_path, "pcdeq-1-l-tanh", 60)
+    (line,) = only(collect(find_runs(tmp_path))["mnist"], "pcdeq-1-l-tanh")
+    assert line.difference is None
+    assert line.command.endswith("--epochs 60")
+
+
+def test_the_demo_has_a_command_of_its_own(tmp_path):
+    make_run(tmp_path, "demo", 5)
+    (line,) = only(collect(find_runs(tmp_path))["mnist"], "demo")
+    assert line.command == "pcdeq train demo --data mnist --seed 0"
 
 
 def test_rows_without_runs_are_shown_without_numbers(tmp_path):

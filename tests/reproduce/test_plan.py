@@ -66,6 +66,26 @@ def test_stages(tiny_data, tmp_path):
     assert longer.stage == "begun"
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_kill_between_the_last_line_and_its_checkpoint(epochs, tiny_data, tmp_path, monkeypatch):
+    (job,) = tiny_plan(tiny_data, tmp_path, runs=1, epochs=epochs)
+    save = Run.save
+
+    def die(self, which, checkpoint):
+        if checkpoint.epoch == epochs:
+            raise KeyboardInterrupt
+        save(self, which, checkpoint)
+
+    monkeypatch.setattr(Run, "save", die)
+    with pytest.raises(KeyboardInterrupt):
+        work(job)
+    monkeypatch.undo()
+    assert job.stage == "trained"  # as far as its metrics tell
+    work(job)
+    assert job.stage == "done"
+    assert job.run.load("last").epoch == epochs == len(job.run.metrics)
+
+
 def test_a_summary_of_fewer_epochs_does_not_count(tiny_data, tmp_path):
     (job,) = tiny_plan(tiny_data, tmp_path, runs=1, epochs=1)
     work(job)

@@ -384,3 +384,7 @@ class TestMistakes:
     def test_a_loss_that_is_not_finite(self, tiny):
         with pytest.raises(PcdeqError, match="the loss became nan in epoch 1: lower lr"):
             train(replace(tiny, optimizer="SGD", lr=1e30), progress="none")
+
+    def test_a_last_step_too_far(self, tiny):
+        with pytest.raises(PcdeqError, match="the loss became nan in epoch 1: lower lr"):
+            train(replace(tiny, lr=1e30, steps_per_epoch=1), progress="none")

@@ -183,6 +183,7 @@ def _as_text(result: dict[str, Any]) -> list[str]:
     if (seen := result["compared"]) is not None:
         lines += [
             f"compared        {seen['same_class']:,} of {seen['images']:,} test images: class as in PyTorch",
+            *([] if seen["converged"] == seen["images"] else [f"                {seen['converged']:,} converged"]),
             f"                largest difference of a logit: {seen['difference']:.3g} from the exact network, "
             f"{seen['from_torch']:.3g} from PyTorch's",
             f"speed           {seen['speed']:.2f} times that of pcdeq.freeze in PyTorch, all images at once",

@@ -36,7 +36,7 @@ class Reproduce:
     runs: int = 5
     """Runs of each row, with seeds 0, 1, ..."""
     epochs: int | None = None
-    """Epochs of each run, with the schedule of the full length. (default: the paper's)"""
+    """Epochs of each run, the first of the full length's; of a one-cycle row a whole cycle. (default: the row's)"""
     steps_per_epoch: int | None = None
     """End each epoch after so many steps, for a model too slow for whole passes. (default: no)"""
     solver: Literal["default", "paper", "picard", "anderson"] = "default"

@@ -41,6 +41,7 @@ Form = Literal["fixed", "loop"]
 Kind = Literal["onnx", "torch-export"]
 
 PROVED = "proved for every input, in exact arithmetic"
+PROVED_IF_CONVERGED = "proved for every input that converged, in exact arithmetic"  # the loop form
 OPSET = 18
 ERROR, TOL, MAX_STEPS = 0.01, 1e-4, 200  # by default
 
@@ -52,7 +53,7 @@ class Plan:
     Attributes:
         graph: the module.
         error: at most so far are its logits from those of the exact equilibrium network.
-        basis: `PROVED`, or on how many images this was measured.
+        basis: `PROVED`, `PROVED_IF_CONVERGED`, or on how many images this was measured.
         measured: the largest error on those images, at most half of ``error``, as others may be worse; None where
             the error is proved.
     """
@@ -65,7 +66,7 @@ class Plan:
     @property
     def proved(self) -> bool:
         """Whether the error is a theorem."""
-        return self.basis == PROVED
+        return self.basis in (PROVED, PROVED_IF_CONVERGED)
 
     @property
     def steps(self) -> tuple[int, ...] | None:
@@ -108,7 +109,7 @@ def plan_export(
     if rates is not None:
         found = proved_depth(model, rates, error) if form == "fixed" and steps is None else graph
         if found is not None:
-            return Plan(found, proved_error(found, rates), PROVED)
+            return Plan(found, proved_error(found, rates), PROVED_IF_CONVERGED if form == "loop" else PROVED)
     if calibration is None:
         raise UsageError(
             "T4 gives no useful bound for this network (that takes sigmoid, or a floor under the input): give "

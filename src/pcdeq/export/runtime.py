@@ -18,6 +18,7 @@ from pcdeq.export.truncation import exact_logits
 from pcdeq.models import Network, freeze
 
 ROUNDS = 5
+SINGLE = 1e-5  # relative rounding of a network in float32, amply
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,19 @@ class Agreement:
     Attributes:
         images: how many.
         same_class: for how many the class is that of the network in PyTorch.
-        difference: the largest difference of a logit from the exact network's, which the bound is about.
+        converged: for how many it says that it converged; all of them in the fixed form.
+        difference: the largest difference of a logit from the exact network's, which the bound is about, on these.
         from_torch: the same from the network in PyTorch with its own solver's tolerance.
+        rounding: what float32 may add to a bound in exact arithmetic, from the size of the logits.
         speed: PyTorch's time over that of the file, for all these images at once; above 1 the file is faster.
     """
 
     images: int
     same_class: int
+    converged: int
     difference: float
     from_torch: float
+    rounding: float
     speed: float
 
 
@@ -75,24 +80,32 @@ def compare(model: Network, exported: Any, pixels: Tensor) -> Agreement:
     fast = freeze(model)
     inputs = pixels if model.preprocessing is None else model.preprocessing(255 * pixels)
     ours, theirs = fast(inputs), exported(pixels)
+    converged = torch.ones(len(pixels), dtype=torch.bool)
+    if isinstance(exported, OnnxFile) and len(outputs := exported.outputs(pixels)) > 1:
+        converged = torch.from_numpy(outputs[1])
+    error = (theirs - exact_logits(model, pixels)).abs()[converged]
     # Interleaved, so that a busy machine slows both.
     times = [(_seconds(fast, inputs), _seconds(exported, pixels)) for _ in range(ROUNDS)]
     return Agreement(
         images=len(pixels),
         same_class=int((ours.argmax(1) == theirs.argmax(1)).sum()),
-        difference=float((theirs - exact_logits(model, pixels)).abs().max()),
+        converged=int(converged.sum()),
+        difference=float(error.max()) if len(error) else 0.0,
         from_torch=float((theirs - ours).abs().max()),
+        rounding=SINGLE * float(ours.abs().max()),
         speed=median(ours for ours, _ in times) / median(theirs for _, theirs in times),
     )
 
 
 def require_agreement(agreement: Agreement, plan: Plan) -> None:
     """Refuse a file that does not keep its word."""
-    if not agreement.difference <= plan.error:
+    if not agreement.converged:
+        raise PcdeqError("no test image converged; nothing was written: raise --max-steps or --tol")
+    if not agreement.difference <= plan.error + agreement.rounding:
+        advice = "a smaller --tol" if plan.steps is None else "more --steps, or a larger --error"
         raise PcdeqError(
             f"on {agreement.images} test images a logit is off by {agreement.difference:.3g}, more than "
-            f"{plan.error:.3g} ({plan.basis}); nothing was written: allow a larger --error (float32 rounds at about "
-            "1e-5) or raise --calibration"
+            f"{plan.error:.3g} ({plan.basis}); nothing was written: try {advice}, or more images for --calibration"
         )
 
 

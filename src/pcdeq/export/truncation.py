@@ -198,10 +198,16 @@ def exact_logits(model: Network, pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measured_error(graph: Graph, pixels: Tensor, exact: Tensor) -> float:
-    """The largest difference of a logit from the exact ones on these images."""
-    outputs = [graph(batch) for batch in pixels.split(BATCH)]
-    logits = torch.cat([output[0] if isinstance(output, tuple) else output for output in outputs])
-    worst = float((logits - exact).abs().max())
+    """The largest difference of a logit from the exact ones, on those of these images that converge."""
+    errors = []
+    for batch, right in zip(pixels.split(BATCH), exact.split(BATCH), strict=True):
+        output = graph(batch)
+        logits, converged = output if isinstance(output, tuple) else (output, slice(None))
+        errors.append((logits - right)[converged].abs())
+    found = torch.cat(errors)
+    if not len(found):
+        raise PcdeqError("no image converged within max_steps: allow more, or a larger tol")
+    worst = float(found.max())
     if not math.isfinite(worst):
         raise PcdeqError("the network gives infinite or NaN logits: check its weights and the images")
     return worst

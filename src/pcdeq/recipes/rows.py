@@ -7,7 +7,8 @@ EmilienDupont/augmented-neural-odes), but for monDEQ-SC on MNIST: 56 channels, w
 The other ODEs have widths that we chose to meet the count. Learning rates, and for the ODEs no weight decay, come
 from the same two files (of the ODEs only MNIST's is there; the others follow it), weight decay 0 of monDEQ from its
 plain Adam. The batch size is ours. Epochs and the one drop of the rate are those of the pcDEQ of the same class (of
-MC for the ODEs), so that all learn for the same time; the large monDEQs keep their authors' one-cycle schedule of 65.
+MC for the ODEs), so that all learn for the same time; the large monDEQs have their authors' 65 epochs and peak rate,
+with our one-cycle schedule (cosines, peak after a fifth), where the authors' is linear with its peak in the middle.
 """
 
 from __future__ import annotations

@@ -46,13 +46,20 @@ class Claim:
 
 
 def check_claims(
-    runs: Iterable[Run], *, subjects: Sequence[Subject] | None = None, data_dir: Path | None = None
+    runs: Iterable[Run],
+    *,
+    subjects: Sequence[Subject] | None = None,
+    data_dir: Path | None = None,
+    reason: str | None = None,
 ) -> list[Claim]:
-    """Check every claim against these runs, and against ``subjects`` or the networks of the runs."""
-    # The claims are about pcDEQs and whole epochs; of the baselines only their published figures are compared.
-    lines = [line for group in collect(runs).values() for line in group if line.runs and line.steps_per_epoch is None]
+    """Check every claim against these runs, and against ``subjects`` or the networks of the runs.
+
+    ``reason`` says why there are no subjects.
+    """
+    # The claims are about pcDEQs as the paper has them; of the baselines only their published figures are compared.
+    lines = [line for group in collect(runs).values() for line in group if line.runs and line.is_usual]
     lines = [line for line in lines if line.row.family == "pcdeq"]
-    reason = "no trained network at hand"
+    reason = reason or "no trained network at hand"
     if subjects is None:
         try:
             subjects = find_subjects(lines, data_dir)

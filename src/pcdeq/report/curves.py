@@ -45,7 +45,7 @@ def families(lines: Iterable[Line]) -> list[Family]:
     found: dict[tuple[str, str, str, bool], dict[str, Line]] = {}
     for line in lines:
         row = line.row
-        if not line.runs or row.family != "pcdeq" or row.name == "demo" or line.steps_per_epoch is not None:
+        if not line.runs or row.family != "pcdeq" or row.name == "demo" or not line.is_usual:
             continue
         family = found.setdefault((line.data, row.topology, line.solver, row.augment), {})
         if row.activation not in family or family[row.activation].epochs < line.epochs:

@@ -75,7 +75,7 @@ def gather(runs: Sequence[Run], runs_dir: Path, *, studies: bool, data_dir: Path
     tables = collect(runs)
     lines = [line for group in tables.values() for line in group]
     subjects: list[Subject] = []
-    missing = None
+    missing = None if studies else "without studies, trained networks are not looked at"
     if studies:
         try:
             subjects = find_subjects(lines, data_dir)
@@ -84,7 +84,7 @@ def gather(runs: Sequence[Run], runs_dir: Path, *, studies: bool, data_dir: Path
     return Content(
         tables=tables,
         charts=[*draw_families(lines), *draw_studies(subjects)],
-        claims=check_claims(runs, subjects=subjects),
+        claims=check_claims(runs, subjects=subjects, reason=missing),
         environments=_environments(runs),
         missing=missing,
         source=runs_dir,
@@ -120,7 +120,7 @@ def as_markdown(content: Content, out: Path, figures: Path) -> str:
     if content.missing:
         parts.append(f"Figures of trained networks are missing: {content.missing}")
     parts += ["## Environment", *(_describe(one) for one in content.environments)]
-    beside = sorted(path.relative_to(out.parent) for path in out.parent.glob("**/*.md") if path != out)
+    beside = sorted(path.relative_to(out.parent) for path in out.parent.glob("*.md") if path != out)
     if beside:
         parts += ["## Beside this page", "\n".join(f"- [{path}]({path})" for path in beside)]
     return "\n\n".join(parts) + "\n"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pcdeq.recipes import PAPER_DATASETS, Row, find_row, rows
+from pcdeq.recipes import PAPER_DATASETS, Row, TrainConfig, find_row, rows
 from pcdeq.training import EpochMetrics, Run, read_summary
 
 TEXT_COLUMNS = {"data", "row", "command", "claim", "where", "verdict", "measured"}
@@ -24,6 +24,7 @@ class Line:
     epochs: int = 0
     solver: str = "default"
     steps_per_epoch: int | None = None
+    changes: tuple[tuple[str, Any], ...] = ()  # settings that are not the row's
 
     @property
     def last(self) -> list[EpochMetrics]:
@@ -46,9 +47,14 @@ class Line:
         return stdev(line.test_accuracy for line in self.last) if len(self.runs) > 1 else None
 
     @property
+    def is_usual(self) -> bool:
+        """Whether the row was trained as it is, in whole epochs, however many."""
+        return self.steps_per_epoch is None and not self.changes
+
+    @property
     def is_full(self) -> bool:
-        """Whether the runs have all the epochs of the paper."""
-        return bool(self.runs) and self.steps_per_epoch is None and self.epochs >= self.row.epochs
+        """Whether the runs have all the epochs of the paper and no more."""
+        return bool(self.runs) and self.is_usual and self.epochs == self.row.epochs
 
     @property
     def difference(self) -> float | None:
@@ -88,10 +94,13 @@ class Line:
     def command(self) -> str:
         """What to type to get this line."""
         data = self.data if "/" not in self.data else Path(self.data).name
-        parts = ["pcdeq reproduce", data, "--rows", self.row.name]
-        if self.runs:
-            parts += ["--runs", str(len(self.runs))]
-        if self.runs and not self.is_full:
+        if self.changes or self.row.name == "demo":  # `reproduce` trains the paper's rows as they are
+            parts = ["pcdeq train", self.row.name, "--data", data, "--seed", str(self.runs[0].config.seed)]
+            parts += [_option(name, value) for name, value in self.changes]
+        else:
+            parts = ["pcdeq reproduce", data, "--rows", self.row.name]
+            parts += ["--runs", str(len(self.runs))] if self.runs else []
+        if self.runs and self.epochs != self.row.epochs:
             parts += ["--epochs", str(self.epochs)]
         if self.steps_per_epoch is not None:
             parts += ["--steps-per-epoch", str(self.steps_per_epoch)]
@@ -101,7 +110,8 @@ class Line:
 
     def cells(self) -> dict[str, str]:
         """The line for people, by column."""
-        title = self.row.title if self.solver == "default" else f"{self.row.title}, {self.solver} solver"
+        solver = [] if self.solver == "default" else [f"{self.solver} solver"]
+        title = ", ".join([self.row.title, *solver, *(_option(*change).lstrip("-") for change in self.changes)])
         ours, proved = self.accuracy, self.certified
         return {
             "row": title,
@@ -125,6 +135,20 @@ class Line:
         return f"{self.epochs} of {self.row.epochs}"
 
 
+def _option(name: str, value: Any) -> str:
+    """A setting as it is typed.
+
+    >>> _option("channels", (3, 4)), _option("augment", False), _option("weight_decay", 0.1)
+    ('--channels 3 4', '--no-augment', '--weight-decay 0.1')
+    """
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):  # a dictionary's items
+        value = tuple(part for pair in value for part in pair)
+    return " ".join([f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))])
+
+
 def _number(value: float | None, style: str) -> str:
     return "" if value is None else format(value, style)
 
@@ -138,9 +162,9 @@ def collect(runs: Iterable[Run], datasets: Sequence[str] = ()) -> dict[str, list
     groups: dict[_Kind, list[Run]] = {}
     for run in runs:
         config = run.config
-        if not run.metrics or config.robust_radius:
+        if not run.metrics:
             continue
-        kind = _Kind(config.data, config.row, config.solver, len(run.metrics), config.steps_per_epoch)
+        kind = _Kind(config.data, config.row, config.solver, len(run.metrics), config.steps_per_epoch, _changes(run))
         group = groups.setdefault(kind, [])
         if config.seed not in [other.config.seed for other in group]:  # a repetition is not another run
             group.append(run)
@@ -156,11 +180,27 @@ class _Kind(NamedTuple):
     solver: str
     epochs: int
     steps_per_epoch: int | None
+    changes: tuple[tuple[str, Any], ...]
 
     @property
-    def rank(self) -> tuple[bool, str, bool, int]:
-        """The usual solver first, and the longest training."""
-        return self.solver != "default", self.solver, self.steps_per_epoch is not None, -self.epochs
+    def rank(self) -> tuple[str, bool, str, bool, int]:
+        """The row as it is first, then the usual solver, and the longest training."""
+        changes = " ".join(_option(*change) for change in self.changes)
+        return changes, self.solver != "default", self.solver, self.steps_per_epoch is not None, -self.epochs
+
+
+# What may differ between runs that are trained alike, or has a place of its own in `_Kind`.
+_FREE = {"row", "data", "seed", "solver", "epochs", "steps_per_epoch"}
+_FREE |= {"device", "data_dir", "out", "tracker", "deterministic"}
+
+
+def _changes(run: Run) -> tuple[tuple[str, Any], ...]:
+    """The settings of a run that are not its row's."""
+    config = run.config
+    usual = TrainConfig(config.row, data=config.data).resolve(run.image_shape)
+    pairs = ((item.name, getattr(config, item.name)) for item in fields(config) if item.name not in _FREE)
+    pairs = ((name, value) for name, value in pairs if value != getattr(usual, name))
+    return tuple((name, tuple(value.items()) if isinstance(value, dict) else value) for name, value in pairs)
 
 
 def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:
@@ -174,7 +214,8 @@ def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:
         row = find_row(name, data, image_channels)
         kinds = sorted((kind for kind in here if kind.row == name), key=lambda kind: kind.rank)
         lines += [
-            Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.steps_per_epoch) for kind in kinds
+            Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.steps_per_epoch, kind.changes)
+            for kind in kinds
         ] or [Line(row, data)]
     return lines
 

@@ -25,7 +25,8 @@ INTERRUPTED = 130
 
 def work(job: Job) -> None:
     """Train what is missing of a run, and measure what it became."""
-    if job.stage in ("missing", "begun"):
+    if job.stage != "done":
+        # Also where only the summary is missing: of an epoch whose checkpoint was not written, the line is dropped.
         job.folder.mkdir(parents=True, exist_ok=True)
         config, heartbeat = job.config, Heartbeat(job.folder, job.epochs)
         if job.run is None:

@@ -145,14 +145,11 @@ def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
     tally = _train_epoch(session, epoch, display)
     loss, hits, images, solves, unconverged, *steps = session.total(tally.sums())
     forward, backward = steps[: len(tally.layers)], steps[len(tally.layers) :]
-    if not math.isfinite(loss):
-        raise PcdeqError(
-            f"the loss became {loss} in epoch {epoch}: lower lr, now {session.config.lr:g}; "
-            "the epochs before it are kept in the run folder"
-        )
+    _require_finite(loss, session, epoch)
     trained = time.perf_counter()
     session.share_buffers()
     test_loss, test_accuracy = _evaluate(session, session.test)
+    _require_finite(test_loss, session, epoch)  # the last step may have been the one too far
     validation = None if session.validation is None else _evaluate(session, session.validation)[1]
     dense = [layer for layer in tally.layers if isinstance(layer, PcDEQLinear)]
     return EpochMetrics(
@@ -170,6 +167,14 @@ def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
         seconds=trained - start,
         test_seconds=time.perf_counter() - trained,
     )
+
+
+def _require_finite(loss: float, session: Session, epoch: int) -> None:
+    if not math.isfinite(loss):
+        raise PcdeqError(
+            f"the loss became {loss} in epoch {epoch}: lower lr, now {session.config.lr:g}; "
+            "the epochs before it are kept in the run folder"
+        )
 
 
 def _train_epoch(session: Session, epoch: int, display: Display) -> Tally:

@@ -2,7 +2,7 @@
 
 z = s(Wz + x) with the weight free in sign, under weight normalisation. Nothing is promised: there may be no
 equilibrium, many, or one that the solver does not reach. Where it fails, the layer says so in its statistics,
-takes the best value that it has, and its gradient falls back to that of one step (Fung et al. 2022).
+takes the last value that it has, and its gradient falls back to that of one step (Fung et al. 2022).
 
 The explicit layer takes one step from where the solve would start, s(W s(x) + x), with the same parameters.
 """

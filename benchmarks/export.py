@@ -62,7 +62,7 @@ def main() -> None:
         model, dataset = load(run), load_dataset(run.config.data, data_dir=options.data_dir)
         pixels = spread(dataset.test.images, options.images)
         calibration = spread(dataset.train.images, options.calibration)
-        inputs, fast = run.preprocessing(255 * pixels), freeze(model)
+        inputs, fast = run.preprocessing.normalise(pixels), freeze(model)
         for to, form in CASES:
             plan = plan_export(model, form, error=options.error, calibration=calibration)
             content = render(plan, to, describe(plan, model))

@@ -263,8 +263,14 @@ def as_activation(activation: str | Activation) -> Activation:
     if isinstance(activation, str):
         if activation in ACTIVATIONS:
             return ACTIVATIONS[activation]
-        reason = " (ReLU grows linearly; relu6 is its concave, bounded form)" if activation == "relu" else ""
-        raise UsageError(f"unknown activation '{activation}'{reason}; known: {', '.join(ACTIVATIONS)}")
+        plain = activation.lower().replace("_", "-")
+        reason = " (ReLU grows linearly; relu6 is its concave, bounded form)" if plain == "relu" else ""
+        hint = f"did you mean {plain}? Known" if plain in ACTIVATIONS else "known"
+        raise UsageError(f"unknown activation '{activation}'{reason}; {hint}: {', '.join(ACTIVATIONS)}")
+    if isinstance(activation, int):
+        raise UsageError(
+            f"the second argument is the activation, got {activation}: it keeps its width, so one number is enough"
+        )
     raise UsageError(
         f"activation must be a name or a pcdeq.Activation, got {type(activation).__name__}; "
         "wrap a function as pcdeq.Activation(name, function, supremum=...)"

@@ -11,8 +11,10 @@ margin for the rounding of its own products: nothing depends on how the candidat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +61,25 @@ class Enclosure:
         return self.upper - self.lower
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Keep torch from multiplying float32 as TF32 on a GPU: ten bits, which no margin for rounding here covers."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    switches: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = False
+        yield
+    finally:
+        for switch, allowed in zip(switches, before, strict=True):
+            switch.allow_tf32 = allowed
+
+
 @torch.no_grad()
+@full_precision()
 def enclose_near(equation: Equation, z: Tensor, above: Equation | None = None) -> Enclosure:
     """Enclose z* from a point z >= 0 near it (any point is safe; from a far one nothing is certified).
 
@@ -258,6 +278,15 @@ def certified_outcome(found: Outcome, converged: Tensor) -> Outcome:
     return Outcome.NOT_CERTIFIED if found in (Outcome.CONVERGED, Outcome.PRECISION) else found
 
 
+def _answers(answers: Tensor, samples: int) -> Tensor:
+    if tuple(answers.shape) != (samples,) or answers.dtype != torch.bool:
+        raise UsageError(
+            f"decided must answer with one truth value a sample, shape ({samples},), not {answers.dtype} of shape "
+            f"{tuple(answers.shape)}"
+        )
+    return answers
+
+
 def solve_decided(
     solver: Solver, equation: Equation, decided: Callable[[Enclosure], Tensor], guess: Guess | None = None
 ) -> Solution:
@@ -278,7 +307,7 @@ def solve_decided(
         part = equation.select(left)
         solution = inner.solve(problem)
         value[left], steps[left], residual[left] = solution.value, solution.steps, solution.residual
-        done[left] = decided(enclose_near(part, solution.value))
+        done[left] = _answers(decided(enclose_near(part, solution.value)), len(left))
         open_ = ~done[left]
         used = int(solution.steps.max())
         if not bool(open_.any()) or inner.tol <= solver.tol or used >= solver.max_steps:

@@ -206,6 +206,9 @@ def fixed_point(
         raise UsageError(f"z0 must be a floating point tensor, got {z0.dtype}")
     solver = Picard() if solver is None else solver
     adjoint_solver = solver if adjoint_solver is None else adjoint_solver
+    for given in (solver, adjoint_solver):
+        if not isinstance(given, Solver):
+            raise UsageError(f"a solver is Picard(...) or Anderson(...), got {given!r}")
     if {"certified", "decided"} & {solver.stop, adjoint_solver.stop}:
         raise UsageError('stop="certified" and "decided" need the structure of a pcDEQ layer; use "sample" or "batch"')
     lift = (1, z0.numel()) if z0.ndim < 2 else tuple(z0.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,7 +145,17 @@ class PcDEQ(SolvingLayer):
     def _injection_form(self) -> type[Softplus] | type[Relu]:
         return Softplus if self.activation.kind == 1 else Relu
 
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        if self.warm is None:  # the weights are the same with and without
+            for name in [name for name in state_dict if name.startswith(f"{prefix}warm.")]:
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise UsageError(f"the input must be a tensor, got {type(x).__name__}; torch.as_tensor makes one")
         if torch.compiler.is_compiling():
             # The solve decides by its residuals when to stop: outside the graph, as one opaque call.
             return torch.compiler.disable(self._equilibrium)(x)  # pyright: ignore[reportReturnType, reportArgumentType]

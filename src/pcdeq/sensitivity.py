@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcdeq.enclosure import Enclosure, largest, product_margin
+from pcdeq.enclosure import Enclosure, full_precision, largest, product_margin
 from pcdeq.equation import Equation
 from pcdeq.operators import LinearMap
 from pcdeq.solvers.solution import per_sample
@@ -61,6 +61,7 @@ def contraction(linear: LinearMap, slope: Tensor, margin: float) -> tuple[Tensor
 
 
 @torch.no_grad()
+@full_precision()
 def adjoint_distance(linear: LinearMap, slope: Tensor, grad: Tensor, u: Tensor) -> Tensor:
     """A proved bound on |u - u*|, componentwise, u* the solution of u = D(Wᵀu + grad) for this slope; rounding covered.
 
@@ -76,6 +77,7 @@ def adjoint_distance(linear: LinearMap, slope: Tensor, grad: Tensor, u: Tensor) 
 
 
 @torch.no_grad()
+@full_precision()
 def enclose_gradient(equation: Equation, box: Enclosure, grad: Tensor, tol: float) -> GradientEnclosure:
     """Bounds on the exact gradient of <grad, z*> with respect to the equation's input x, in its dtype.
 

@@ -1,7 +1,8 @@
 """Where a solve starts: a guess of the equilibrium learned from earlier ones, at almost no cost.
 
-The equilibrium is the same from every start, so a guess can only save steps. It is kept like the
-statistics of batch norm: updated in training, buffers of the state dict, frozen in evaluation.
+The equilibrium is the same from every start, so a guess changes only the number of steps, and saves some where
+inputs are like earlier ones. It is kept like the statistics of batch norm: updated in training, buffers of the state
+dict, frozen in evaluation.
 
 A running mean of Wz* saves about half of the steps: a solve starts at s(x + mean). For a dense layer
 there is more to have. Linearised at the mean z̄, with D̄ the mean slope, z* - z̄ = (I - D̄W)⁻¹ (g(z̄) - z̄), so
@@ -96,6 +97,8 @@ class WarmStart(nn.Module):
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
+        if not any(prefix + name in state_dict for name, _ in self.named_buffers()):
+            return  # of a layer without a warm start, or of other people's code: this one learns its own
         for name, buffer in self.named_buffers():
             if prefix + name in state_dict:
                 _resize(buffer, state_dict[prefix + name].shape)

@@ -78,7 +78,7 @@ def open_exported(content: bytes) -> Any:
 def compare(model: Network, exported: Any, pixels: Tensor) -> Agreement:
     """Run both on the same images."""
     fast = freeze(model)
-    inputs = pixels if model.preprocessing is None else model.preprocessing(255 * pixels)
+    inputs = pixels if model.preprocessing is None else model.preprocessing.normalise(pixels)
     ours, theirs = fast(inputs), exported(pixels)
     converged = torch.ones(len(pixels), dtype=torch.bool)
     if isinstance(exported, OnnxFile) and len(outputs := exported.outputs(pixels)) > 1:

@@ -187,12 +187,7 @@ def exact_logits(model: Network, pixels: Tensor) -> Tensor:
     for layer in network:
         if isinstance(layer, FrozenPcDEQ):
             layer.layer.solver = EXACT
-    inputs = pixels.double()
-    if model.preprocessing is not None:
-        mean, std = (
-            torch.tensor(numbers).view(-1, 1, 1) for numbers in (model.preprocessing.mean, model.preprocessing.std)
-        )
-        inputs = (inputs - mean) / std
+    inputs = pixels.double() if model.preprocessing is None else model.preprocessing.normalise(pixels.double())
     return torch.cat([network(batch) for batch in inputs.split(BATCH)])
 
 

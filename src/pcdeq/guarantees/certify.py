@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pcdeq.enclosure import Enclosure
+from pcdeq.enclosure import Enclosure, full_precision
 from pcdeq.errors import UsageError
 from pcdeq.guarantees.intervals import Box, push
 
@@ -54,11 +54,12 @@ class Certificate:
     @classmethod
     def join(cls, parts: Iterable[Certificate]) -> Certificate:
         """The certificates of several batches as one."""
-        parts = [cls(torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0).double()), *parts]
+        parts = list(parts) or [cls(torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0).double())]
         return cls(*(torch.cat([getattr(part, item.name) for part in parts]) for item in fields(cls)))
 
 
 @torch.no_grad()
+@full_precision()
 def certify(
     model: nn.Module,
     images: Tensor,
@@ -88,6 +89,10 @@ def certify(
         raise UsageError("certify wants a network in evaluation mode: call model.eval() first")
     if not isinstance(model, nn.Sequential) or not len(model) or not isinstance(model[-1], nn.Linear):
         raise UsageError("certify wants a torch.nn.Sequential that ends in a Linear classifier")
+    if not images.is_floating_point():
+        raise UsageError(f"images are {images.dtype} pixels; the network takes model.preprocessing(images)")
+    if limits is not None:
+        limits = torch.as_tensor(limits[0]), torch.as_tensor(limits[1])
     reach = torch.as_tensor(radius, dtype=torch.float64)
     if not bool(((reach >= 0) & reach.isfinite()).all()):
         raise UsageError(f"radius must be a number >= 0, got {radius}")
@@ -155,9 +160,9 @@ def _try_out(model: nn.Module, images: Tensor) -> None:
 
 
 def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits) -> Certificate:
-    classes = torch.zeros(len(images), dtype=torch.int64)
-    margin = torch.full((len(images),), -torch.inf, dtype=torch.float64)
-    left = torch.arange(len(images))
+    classes = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    margin = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=images.device)
+    left = torch.arange(len(images), device=images.device)
     for dtype, tol in ATTEMPTS:
         part = images[left].to(dtype)
         if part.ndim == 4 and dtype == torch.float32:  # the faster convolutions
@@ -188,7 +193,7 @@ def _margins(classifier: nn.Linear, box: Box) -> tuple[Tensor, Tensor]:
     wide = Box(box.lower.double(), box.upper.double(), box.proved)
     centre, reach = wide.ball()
     weight = classifier.weight.detach().double()
-    bias = torch.zeros(len(weight)) if classifier.bias is None else classifier.bias.detach()
+    bias = weight.new_zeros(len(weight)) if classifier.bias is None else classifier.bias.detach()
     scores = centre @ weight.T + bias.double()
     classes = scores.argmax(1)
     lead = scores.gather(1, classes[:, None]) - scores

@@ -179,13 +179,13 @@ def _norm_and_radius(layer: PcDEQ, x: Tensor | None) -> tuple[float, float]:
     else:
         return math.nan, math.nan
     linear = layer.operator.bind(weight)
-    norm = math.sqrt(_power(lambda z: linear.adjoint(linear.apply(z)), shape))
-    return norm, _power(linear.apply, shape)
+    ones = torch.ones(shape, dtype=weight.dtype, device=weight.device)
+    norm = math.sqrt(_power(lambda z: linear.adjoint(linear.apply(z)), ones))
+    return norm, _power(linear.apply, ones)
 
 
-def _power(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> float:
-    """The Perron root of a nonnegative operator."""
-    z = torch.ones(shape, dtype=torch.float64)
+def _power(apply: Callable[[Tensor], Tensor], z: Tensor) -> float:
+    """The Perron root of a nonnegative operator, from a positive start."""
     value = 0.0
     for _ in range(POWER_STEPS):
         # A shift of one tenth: cyclic operators would go round and round.

@@ -62,9 +62,18 @@ class Preprocessing:
     classes: tuple[str, ...]
 
     def __call__(self, images: Tensor) -> Tensor:  # uint8 (n, channels, h, w)
-        mean = torch.tensor(self.mean, device=images.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, device=images.device).view(-1, 1, 1)
-        return (images.float() / 255 - mean) / std
+        if images.dtype != torch.uint8:
+            raise UsageError(
+                f"preprocessing takes uint8 pixels, 0 to 255, got {images.dtype}; for pixels in [0, 1] there is "
+                "preprocessing.normalise"
+            )
+        return self.normalise(images.float() / 255)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels in [0, 1] as inputs, in their dtype."""
+        mean = torch.tensor(self.mean, dtype=torch.float32).to(pixels).view(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=torch.float32).to(pixels).view(-1, 1, 1)
+        return (pixels - mean) / std
 
     def scaled(self, distance: float) -> Tensor:
         """A distance between pixels, which go from 0 to 1, as one between normalised inputs, (channels, 1, 1)."""

@@ -60,6 +60,8 @@ def load_reference(model: AnyNetwork, state_dict: Mapping[str, Tensor]) -> AnyNe
     ...
     pcdeq.errors.DataError: not a checkpoint of this L: unknown name fc.weight, no linear1.weight and 15 more
     """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(f"give the checkpoint's state_dict, not a {type(state_dict).__name__}: load its file first")
     names = REFERENCE_NAMES.get(type(model))
     if names is None:
         raise UsageError(f"the authors' checkpoints fit the L, SC and MC networks, not {type(model).__name__}")

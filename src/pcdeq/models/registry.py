@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Unpack
 
+from pcdeq.errors import UsageError
 from pcdeq.models.baselines.deq import DEQL, DEQMC, DEQSC, ExplicitL, ExplicitMC, ExplicitSC
 from pcdeq.models.baselines.mondeq import MonDEQL, MonDEQMT, MonDEQSC
 from pcdeq.models.baselines.node import ANODE, NODE
 from pcdeq.models.networks import MC, SC, L, LayerOptions, Network
-from pcdeq.recipes import Family, ImageShape, Topology, find_row
+from pcdeq.recipes import KNOWN_DATASETS, Family, ImageShape, Topology, find_row
 
 NETWORKS: dict[tuple[Family, Topology], type[Network]] = {
     ("pcdeq", "l"): L,
@@ -51,6 +53,10 @@ def build(
     >>> type(build("mondeq-sc")).__name__
     'MonDEQSC'
     """
+    if image_shape is None and data not in KNOWN_DATASETS:
+        near = difflib.get_close_matches(data, KNOWN_DATASETS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? F" if near else "f"
+        raise UsageError(f"unknown data set {data!r}; {hint}or images of your own give image_shape")
     row = find_row(name, data, None if image_shape is None else image_shape[0])
     if row.family in ("pcdeq", "deq", "explicit"):  # the others know only ReLU
         options.setdefault("activation", row.activation)

@@ -5,9 +5,21 @@ the hyperparameters. None of this needs torch, so that the command line can expl
 """
 
 from pcdeq.recipes.config import ImageShape, ResolvedConfig, TrainConfig
-from pcdeq.recipes.rows import PAPER_DATASETS, Family, Row, Schedule, Topology, find_row, own_rows, paper_dataset, rows
+from pcdeq.recipes.rows import (
+    KNOWN_DATASETS,
+    PAPER_DATASETS,
+    Family,
+    Row,
+    Schedule,
+    Topology,
+    find_row,
+    own_rows,
+    paper_dataset,
+    rows,
+)
 
 __all__ = [
+    "KNOWN_DATASETS",
     "PAPER_DATASETS",
     "Family",
     "ImageShape",

@@ -170,6 +170,7 @@ _OURS = tuple(
 _NAMES = sorted({row.name for row in (*_ROWS, *_OURS)})
 PAPER_DATASETS = ("mnist", "svhn", "cifar10")
 _LIKE_MNIST = ("mnist-mini", "fashion-mnist", "kmnist")
+KNOWN_DATASETS = (*PAPER_DATASETS, *_LIKE_MNIST)
 
 
 def rows(dataset: str | None = None) -> tuple[Row, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import get_args
 
 from pcdeq.errors import DataError, UsageError
 from pcdeq.models import Network, Preprocessing, build, equilibrium_layers
@@ -52,9 +53,13 @@ def load(run: str | os.PathLike[str] | Run, checkpoint: Which = "last") -> Netwo
     >>> model(model.preprocessing(images)).shape, model.preprocessing.classes[:3]
     (torch.Size([2, 10]), ('0', '1', '2'))
     """
+    if checkpoint not in get_args(Which):
+        raise UsageError(f"checkpoint must be 'last' or 'best', got {checkpoint!r}")
     if not isinstance(run, Run):
         path = Path(run)
         if not (path / "config.json").is_file() and len(path.parts) == 1 and not path.exists():
+            if checkpoint != "last":
+                raise UsageError("of the package's networks there is only the last epoch")
             return _load_pretrained(str(path))
         run = Run.open(path)
     network = make_network(run.config, run.image_shape, run.preprocessing)

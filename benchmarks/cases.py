@@ -64,8 +64,11 @@ class Case:
         return model
 
     def batches(self) -> tuple[list[Batch], str]:
-        """Batches of images and labels that the weights were not trained on, and where they are from."""
-        name = "mnist-mini" if self.data == "mnist" else self.data
+        """Batches of test images and labels, and where they are from.
+
+        Without the data sets they are digits of the package, which the weights of MNIST have seen.
+        """
+        name = self.data
         try:
             data = load_dataset(name, quiet=True)
         except PcdeqError:  # no network: digits, enlarged, are real images of the right shape

@@ -1,8 +1,8 @@
 """What the guarantees are worth on trained networks: this writes results/certificates.md.
 
 Needs MNIST and CIFAR-10 (`PCDEQ_DATA`). The networks are those of the speed benchmark (benchmarks/weights, a short
-training each) and, for robustness, three trained here or given by --robust: an ordinary L network, an explicit network
-of the same shape, and a run of `pcdeq train pcdeq-1-l-relu6 --data mnist --robust-radius 0.1`.
+training each) and, for robustness, an ordinary L network, an explicit network of the same shape, trained here, and a
+run given by `--robust RUN`, in results that of `pcdeq train pcdeq-1-l-tanh --data mnist --robust-radius 0.1 --epochs 20`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES = [
 ]
 HEADER = """# What is proved about trained networks
 
-Made by `python benchmarks/certificates.py`, {threads} threads, float32 unless noted, the default tolerance 1e-4.
+Made by `python benchmarks/certificates.py --robust RUN`, {threads} threads, float32 unless noted, tolerance 1e-4.
 Weights: `benchmarks/weights` (a short training each: benchmarks/cases.py says how long).
 
 - *width / error*: half the width of `layer.enclose`, at its widest component, over the true error of the solve there,
@@ -156,7 +156,8 @@ def robustness(robust: list[Path]) -> list[str]:
         "",
         "Share of MNIST test images whose right class is proved for every picture within a distance in each pixel",
         "(from 0 to 1, also in the pictures that count): the exact hull through each equilibrium layer (T8), interval",
-        "bounds through the others.",
+        "bounds through the others. Certified training: `pcdeq train pcdeq-1-l-tanh --data mnist --robust-radius 0.1",
+        "--epochs 20`, half of the row's epochs.",
         "",
         "| network | " + " | ".join(f"{radius:g}" for radius in radii) + " |",
         "|---|" + "---|" * len(radii),

@@ -110,6 +110,10 @@ class TestErrors:
         assert output.err.count("\n") == 1
         assert not list(here.rglob("*.json"))
 
+    def test_a_network_of_the_package_is_no_run(self, capsys):
+        assert main(["evaluate", "pcdeq-1-l-tanh-mnist"]) == 2
+        assert "is a network of the package, for pcdeq.load" in capsys.readouterr().err
+
     def test_missing_picture(self, run, capsys):
         assert main(["predict", str(run.path), "none.png"]) == 1
         assert capsys.readouterr().err == "pcdeq: there is no picture none.png\n"

@@ -79,7 +79,13 @@ class Certify:
 
 @dataclass(frozen=True)
 class Check:
-    """Audit a trained network: which guarantee holds for each equilibrium layer, and why."""
+    """Audit a trained network: which guarantee holds for each equilibrium layer, and why.
+
+    Columns: rate, a priori: factor by which a step shrinks the distance for any weights (T4; 1 without a floor says
+    nothing); measured: the same on test images; norm and radius: largest singular value and spectral radius of W;
+    Banach enough: whether the classical theorem, norm times largest slope below 1, would have sufficed; dead rows:
+    units whose weights are all 0; saturated: share of units whose slope is below 1e-3.
+    """
 
     folder: RunFolder
     """Run folder, as `pcdeq list runs` shows it."""

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from pcdeq.commands.shared import Device, Flag, print_table
 from pcdeq.errors import PcdeqError, UsageError
-from pcdeq.recipes import PAPER_DATASETS
+from pcdeq.recipes import PAPER_DATASETS, TrainConfig
 
 if TYPE_CHECKING:
     from pcdeq.reproduce import Job
@@ -65,6 +65,8 @@ class Reproduce:
             return
         from pcdeq.data import dataset_names, load_dataset
         from pcdeq.reproduce import plan
+
+        TrainConfig(epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)  # mistakes before downloads
 
         datasets = PAPER_DATASETS if self.what == "all" else (self.what,)
         if self.what not in ("all", *dataset_names()):

@@ -94,7 +94,7 @@ def plan_export(
         steps: fixed form: the number of steps of each layer, instead; the error follows.
         tol: loop form: a sample is done when max|g(z) - z| < tol max|g(z)|.
         max_steps: loop form: after so many steps a sample that is not done is given up, and its ``converged`` false.
-        calibration: pixels in [0, 1], (n, *image_shape), for networks about which nothing can be proved.
+        calibration: pixels in [0, 1], ``(n, *image_shape)``, for networks about which nothing can be proved.
 
     >>> import pcdeq
     >>> model = pcdeq.build("pcdeq-2-l-sigmoid").eval()

@@ -3,6 +3,7 @@
 from pcdeq.training.evaluation import Evaluation, evaluate
 from pcdeq.training.loading import load
 from pcdeq.training.loop import Interrupted, resume, train
+from pcdeq.training.pretrained import pretrained_names
 from pcdeq.training.run import Checkpoint, EpochMetrics, Run, find_runs
 from pcdeq.training.summary import Summary, read_summary, spread, summarise
 
@@ -16,6 +17,7 @@ __all__ = [
     "evaluate",
     "find_runs",
     "load",
+    "pretrained_names",
     "read_summary",
     "resume",
     "spread",

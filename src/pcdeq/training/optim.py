@@ -57,7 +57,7 @@ def _find_optimizer(name: str) -> type[Optimizer]:
     }
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {known[near[0]].__name__}?" if near else "any of torch.optim will do:"
+        hint = f"did you mean {known[near[0]].__name__}?" if near else "there are"
         raise UsageError(
             f"unknown optimizer {name!r}; {hint} ({', '.join(sorted(k.__name__ for k in known.values()))})"
         )

@@ -120,7 +120,7 @@ class Run:
         """An existing run folder."""
         run = cls(Path(path))
         if not (run.path / "config.json").is_file():
-            raise UsageError(f"{path} is not a run folder (it has no config.json); see `pcdeq list runs`")
+            raise UsageError(_no_run(path))
         return run
 
     @cached_property
@@ -265,6 +265,14 @@ class Run:
                 f"could not write to {self.path}: {error.strerror or error}; the last complete state is intact: "
                 f"make room, then `{self.resume_command}`"
             ) from error
+
+
+def _no_run(path: str | os.PathLike[str]) -> str:
+    from pcdeq.training.pretrained import is_pretrained  # which needs runs
+
+    if is_pretrained(str(path)):
+        return f"{path} is a network of the package, for pcdeq.load in Python; this command needs a run folder"
+    return f"{path} is not a run folder (it has no config.json); see `pcdeq list runs`"
 
 
 def find_runs(folder: Path = RUNS) -> list[Run]:

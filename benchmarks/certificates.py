@@ -2,7 +2,7 @@
 
 Needs MNIST and CIFAR-10 (`PCDEQ_DATA`). The networks are those of the speed benchmark (benchmarks/weights, a short
 training each) and, for robustness, an ordinary L network, an explicit network of the same shape, trained here, and a
-run given by `--robust RUN`, in results that of `pcdeq train pcdeq-1-l-tanh --data mnist --robust-radius 0.1 --epochs 20`.
+run given by `--robust RUN`: in results, of `pcdeq train pcdeq-1-l-tanh --data mnist --robust-radius 0.1 --epochs 20`.
 """
 
 from __future__ import annotations

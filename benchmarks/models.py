@@ -49,16 +49,16 @@ class Model:
         torch.manual_seed(0)
         self.row = find_row(row, data)
         folder = None if runs is None else runs / f"{row}-{data}-seed0"
-        self.epochs = len(Run.open(folder).metrics) if folder is not None and folder.is_dir() else 0
-        self.network = pcdeq.load(folder).train() if self.epochs and folder is not None else build(row, data)
+        run = Run.open(folder) if folder is not None and folder.is_dir() else None
+        self.network = build(row, data) if run is None else pcdeq.load(run).train()
         self.turns = itertools.cycle(batches)
         self.optimizer = self._optimizer(self.row.lr)
         self.forward: list[float] = []  # evaluations of each step, the mean over the layers
         self.backward: list[float] = []
         self.unconverged = 0
-        for _ in range(0 if self.epochs else warm_up):
+        for _ in range(0 if run else warm_up):
             self.train()
-        self.trained = f"{self.epochs} epochs" if self.epochs else f"{warm_up} steps"
+        self.trained = f"{warm_up} steps" if run is None else _length(run)
         # A rate of nearly 0: the weights stay those that were trained, the work is that of a step.
         self.optimizer = self._optimizer(1e-12)
         self.forward, self.backward, self.unconverged = [], [], 0
@@ -87,6 +87,11 @@ class Model:
     def infer(self) -> None:
         """One forward pass."""
         self.deployed(next(self.turns)[0])
+
+
+def _length(run: Run) -> str:
+    epochs, steps = len(run.metrics), run.config.steps_per_epoch
+    return f"{epochs} epoch{'s' if epochs > 1 else ''}" if steps is None else f"{epochs * steps} steps"
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,12 @@ def class_table(lines: list[Line], epochs: int, times: Times) -> str:
     return markdown_table(entries)
 
 
-def ode_table(odes: list[Line], peer: Line, times: Times) -> str:
-    """Each ODE, and a pcDEQ trained for the same time."""
+def slow_table(slow: list[Line], peer: Line, classes: dict[str, Times]) -> str:
+    """Each model that had no time for an epoch, and a pcDEQ trained for the same time."""
     entries = []
-    for line in odes:
-        trained = (line.steps_per_epoch or IMAGES // BATCH) * line.epochs
+    for line in slow:
+        times = next(times for times in classes.values() if {line.row.name, peer.row.name} <= times.training.keys())
+        trained = (line.steps_per_epoch or 0) * line.epochs
         minutes = fmean(sum(one.seconds for one in run.metrics) for run in line.runs) / 60
         equal = int(trained * times.training[line.row.name] / times.training[peer.row.name] * BATCH / IMAGES)
         equal = min(equal, peer.epochs)  # it may have ended before
@@ -136,7 +137,7 @@ def accuracy_findings(title: str, lines: list[Line], epochs: int) -> Iterable[Fi
     for theirs, line in best.values():
         gap = ours - theirs
         yield Finding(
-            f"{title}, accuracy after {epochs} epochs: {our_line.row.title} {ours:.2f}, {line.row.title} {theirs:.2f} "
+            f"{title}, accuracy after {epochs} epoch(s): {our_line.row.title} {ours:.2f}, {line.row.title} {theirs:.2f} "
             f"({gap:+.2f}).",
             0 if abs(gap) < NOISE else 1 if gap > 0 else -1,
         )
@@ -162,7 +163,7 @@ def failure_findings(title: str, lines: list[Line], epochs: int) -> Iterable[Fin
             continue
         theirs = failures(line, epochs)
         yield Finding(
-            f"{title}, samples unconverged in {epochs} epochs: {line.row.title} {theirs:g}, the worst pcDEQ {ours:g}.",
+            f"{title}, samples unconverged in {epochs} epoch(s): {line.row.title} {theirs:g}, the worst pcDEQ {ours:g}.",
             (theirs > ours) - (theirs < ours),
         )
 
@@ -186,14 +187,14 @@ def main() -> None:
     for name, (title, topologies) in CLASSES.items():
         group = [line for line in lines if line.row.topology in topologies and line.steps_per_epoch is None]
         epochs = min(line.epochs for line in group)
-        parts += [f"## {title}, {epochs} epochs", class_table(group, epochs, times[name])]
+        parts += [f"## {title}, {epochs} epoch{'s' if epochs > 1 else ''}", class_table(group, epochs, times[name])]
         findings += accuracy_findings(title, group, epochs)
         findings += time_findings(title, group, times[name])
         findings += failure_findings(title, group, epochs)
-    odes = [line for line in lines if line.row.topology == "ode"]
-    if odes:
+    slow = [line for line in lines if line.steps_per_epoch is not None]
+    if slow:
         peer = next(line for line in lines if line.row.name == "pcdeq-1-mc-relu6")
-        parts += ["## Neural ODEs, half an hour each", ODES, ode_table(odes, peer, times["ode"])]
+        parts += ["## Too slow for an epoch: about half an hour each", SLOW, slow_table(slow, peer, times)]
     for heading, sign in (("Where pcDEQ is ahead", 1), ("Where it is not ahead", -1), ("Where neither is", 0)):
         sentences = [f"- {finding.sentence}" for finding in findings if finding.sign == sign]
         parts += [f"## {heading}", "\n".join(sentences) or "Nowhere in these tables."]
@@ -208,8 +209,9 @@ model's own. Accuracy in percent of the 10,000 test images, one run unless it sa
 evaluations of a layer in a solve, in the mean of that epoch. Unconverged: samples, over layers, directions and epochs.
 Certified: share of 1,000 predictions proved to be those of the exact equilibrium; no other model here can be asked."""
 
-ODES = """A pass over MNIST would take them hours, so they had one thread for about half an hour, evaluated after it.
-The last column is what pcDEQ reached in as much time, at the measured ratio of their steps."""
+SLOW = """A pass over MNIST would take them from one to four hours on one thread, so they were stopped after some steps and
+evaluated. Minutes are those of training, on a machine with other work. The last column is what pcDEQ reached in as much
+time, at the ratio of their steps, measured in turns."""
 
 CAVEATS = f"""- Differences of accuracy below {NOISE} points are called none: 10,000 images cannot tell
   them apart. Times within a factor of {TIE} are called equal.

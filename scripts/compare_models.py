@@ -137,8 +137,8 @@ def accuracy_findings(title: str, lines: list[Line], epochs: int) -> Iterable[Fi
     for theirs, line in best.values():
         gap = ours - theirs
         yield Finding(
-            f"{title}, accuracy after {epochs} epoch(s): {our_line.row.title} {ours:.2f}, {line.row.title} {theirs:.2f} "
-            f"({gap:+.2f}).",
+            f"{title}, accuracy after {epochs} epoch(s): {our_line.row.title} {ours:.2f}, "
+            f"{line.row.title} {theirs:.2f} ({gap:+.2f}).",
             0 if abs(gap) < NOISE else 1 if gap > 0 else -1,
         )
 
@@ -163,7 +163,7 @@ def failure_findings(title: str, lines: list[Line], epochs: int) -> Iterable[Fin
             continue
         theirs = failures(line, epochs)
         yield Finding(
-            f"{title}, samples unconverged in {epochs} epoch(s): {line.row.title} {theirs:g}, the worst pcDEQ {ours:g}.",
+            f"{title}, unconverged samples of {epochs} epoch(s): {line.row.title} {theirs:g}, the worst pcDEQ {ours:g}.",
             (theirs > ours) - (theirs < ours),
         )
 
@@ -209,9 +209,9 @@ model's own. Accuracy in percent of the 10,000 test images, one run unless it sa
 evaluations of a layer in a solve, in the mean of that epoch. Unconverged: samples, over layers, directions and epochs.
 Certified: share of 1,000 predictions proved to be those of the exact equilibrium; no other model here can be asked."""
 
-SLOW = """A pass over MNIST would take them from one to four hours on one thread, so they were stopped after some steps and
-evaluated. Minutes are those of training, on a machine with other work. The last column is what pcDEQ reached in as much
-time, at the ratio of their steps, measured in turns."""
+SLOW = """A pass over MNIST would take them from one to four hours on one thread, so they were stopped after some steps
+and evaluated. Minutes are those of training, on a machine with other work. The last column is what pcDEQ reached in as
+much time, at the ratio of their steps, measured in turns."""
 
 CAVEATS = f"""- Differences of accuracy below {NOISE} points are called none: 10,000 images cannot tell
   them apart. Times within a factor of {TIE} are called equal.

@@ -163,7 +163,7 @@ def failure_findings(title: str, lines: list[Line], epochs: int) -> Iterable[Fin
             continue
         theirs = failures(line, epochs)
         yield Finding(
-            f"{title}, unconverged samples of {epochs} epoch(s): {line.row.title} {theirs:g}, the worst pcDEQ {ours:g}.",
+            f"{title}, unconverged in {epochs} epoch(s): {line.row.title} {theirs:g}, the worst pcDEQ {ours:g}.",
             (theirs > ours) - (theirs < ours),
         )
 

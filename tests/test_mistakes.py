@@ -18,8 +18,8 @@ GREY = Preprocessing(mean=(0.5,), std=(0.25,), classes=("0", "1"))
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: pcdeq.PcDEQLinear(8, 16), "second argument is the activation, got 16: it keeps its width"),
-        (lambda: pcdeq.PcDEQConv2d(3, 16), "second argument is the activation, got 16: it keeps its width"),
+        (lambda: pcdeq.PcDEQLinear(8, 16), "second argument is the activation, got 16: a layer keeps its width"),
+        (lambda: pcdeq.PcDEQConv2d(3, 16), "second argument is the activation, got 16: a layer keeps its width"),
         (lambda: pcdeq.PcDEQLinear(4, "Tanh"), "did you mean tanh?"),
         (lambda: pcdeq.PcDEQLinear(4, "Hard_Tanh"), "did you mean hard-tanh?"),
         (lambda: pcdeq.PcDEQLinear(4, "ReLU"), "relu6 is its concave, bounded form"),

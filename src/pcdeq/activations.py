@@ -269,7 +269,7 @@ def as_activation(activation: str | Activation) -> Activation:
         raise UsageError(f"unknown activation '{activation}'{reason}; {hint}: {', '.join(ACTIVATIONS)}")
     if isinstance(activation, int):
         raise UsageError(
-            f"the second argument is the activation, got {activation}: it keeps its width, so one number is enough"
+            f"the second argument is the activation, got {activation}: a layer keeps its width, one number is enough"
         )
     raise UsageError(
         f"activation must be a name or a pcdeq.Activation, got {type(activation).__name__}; "

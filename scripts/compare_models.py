@@ -210,8 +210,8 @@ evaluations of a layer in a solve, in the mean of that epoch. Unconverged: sampl
 Certified: share of 1,000 predictions proved to be those of the exact equilibrium; no other model here can be asked."""
 
 SLOW = """A pass over MNIST would take them from one to four hours on one thread, so they were stopped after some steps
-and evaluated. Minutes are those of training, on a machine with other work. The last column is what pcDEQ reached in as
-much time, at the ratio of their steps, measured in turns."""
+and evaluated. Minutes are by the clock, on a machine with other work, pauses included. The last column is what pcDEQ
+reached in as much work, at the ratio of their steps, measured in turns."""
 
 CAVEATS = f"""- Differences of accuracy below {NOISE} points are called none: 10,000 images cannot tell
   them apart. Times within a factor of {TIE} are called equal.

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import platform
+import sys
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ from pcdeq.models import build, equilibrium_layers
 from pcdeq.recipes import find_row
 from pcdeq.training import Run
 
-RESULTS = Path(__file__).parents[1] / "results" / "bench" / "models.md"
 # A step of the ODEs and of the convolutions by FFT takes seconds: --classes l,mc,sc,ode asks for all.
 CLASSES = {
     "l": ("pcdeq-1-l-relu6", "pcdeq-1-l-tanh", "mondeq-l", "deq-l-relu6", "deq-l-tanh", "explicit-l-relu6"),
@@ -154,12 +154,13 @@ def measure_class(rows: tuple[str, ...], data: str, runs: Path | None, warm_up: 
     return [Entry.of(model, training[row], inference[row], memory[row]) for row, model in models.items()]
 
 
-def main(classes: str, data: str, runs: Path | None, warm_up: int, seconds: float, out: Path) -> None:
-    """Measure, print, and write the page and its numbers."""
+def main(classes: str, data: str, runs: Path | None, warm_up: int, seconds: float, out: Path | None) -> None:
+    """Measure, print, and write the page and its numbers if asked to."""
     facts: dict[str, Any] = {"data": data, "threads": torch.get_num_threads(), "machine": platform.processor()}
     found: dict[str, list[Entry]] = {}
     lines = ["# Speed of the models that pcDEQ is compared with", ""]
     lines += [" ".join((__doc__ or "").split()), ""]
+    lines += [f"Made by `python benchmarks/models.py {' '.join(sys.argv[1:])}`."]
     lines += [f"{data}, batches of 64, {torch.get_num_threads()} thread(s), medians and middle halves."]
     lines += ["Evaluations are a layer's mean; an explicit layer has one.", ""]
     for name in classes.split(","):
@@ -168,6 +169,8 @@ def main(classes: str, data: str, runs: Path | None, warm_up: int, seconds: floa
         lines += [f"| {' | '.join(entry.cells())} |" for entry in found[name]]
         lines.append("")
         print("\n".join(lines[-len(found[name]) - 1 :]), flush=True)
+    if out is None:
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     numbers = {name: [asdict(entry) for entry in entries] for name, entries in found.items()}
     write(out.with_suffix(".json"), json.dumps({**facts, "classes": numbers}, indent=1).encode())
@@ -181,7 +184,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=Path, help="folder of finished runs, ROW-DATA-seed0, whose weights to take")
     parser.add_argument("--warm-up", type=int, default=10, help="steps of training of a model without a run")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each model, in training and in inference")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the page; its numbers go beside it as .json")
+    parser.add_argument("--out", type=Path, help="write a page; its numbers go beside it as .json")
     parser.add_argument("--threads", type=int, default=2)
     options = vars(parser.parse_args())
     torch.set_num_threads(options.pop("threads"))

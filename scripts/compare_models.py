@@ -1,8 +1,8 @@
 """Write results/comparison.md: ``python scripts/compare_models.py``.
 
 Accuracies, evaluations and failures come from the runs in results/runs, times from results/bench/models.json, in
-which all models took turns (`python benchmarks/models.py --classes l,mc,ode --runs RUNS`). Who is ahead follows from
-these numbers; nothing here is typed in.
+which all models took turns: `python benchmarks/models.py --classes l,mc,ode --runs RUNS --out results/bench/models.md`.
+Who is ahead follows from these numbers; nothing here is typed in.
 """
 
 from __future__ import annotations

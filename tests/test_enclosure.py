@@ -436,6 +436,17 @@ class TestCustomActivation:
             with pytest.raises(UsageError, match="'own' loses digits near y = 1e-12"):
                 proof(torch.zeros(1, 1))
 
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    def test_our_slopes_are_accurate(self, name):
+        assert pcdeq.activations.as_activation(name).slope_loses_digits_at is None
+
+    def test_a_slope_that_cancels_is_refused_where_gradients_are_enclosed(self):
+        slope = lambda y: 1 - torch.tanh(y) ** 2  # noqa: E731 (right, and 0 from 9 on in float32)
+        layer = pcdeq.PcDEQLinear(2, pcdeq.Activation("own", torch.tanh, slope, supremum=1.0))
+        assert bool(layer.enclose(torch.zeros(1, 2)).certified.all())
+        with pytest.raises(UsageError, match="the slope of activation 'own' loses digits near y ="):
+            layer.enclose_gradient(torch.zeros(1, 2), torch.ones(1, 2))
+
     @pytest.mark.parametrize("x", [-1.0, -2.0, -3.0])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_an_accurate_one_is_enclosed(self, x, dtype):

@@ -43,7 +43,8 @@ class Activation:
     grows linearly is refused, because the layer's guarantee would be void.
 
     Bounds are proved on the assumption that ``value`` is accurate to 16 roundings of its result, also near 0. One
-    that loses digits there, such as ``1 - torch.exp2(-y)``, can be trained, but `PcDEQ.enclose` refuses it.
+    that loses digits there, such as ``1 - torch.exp2(-y)``, can be trained, but `PcDEQ.enclose` refuses it. The same
+    holds for the slope and `PcDEQ.enclose_gradient`.
 
     >>> import math, torch, pcdeq
     >>> gompertz = pcdeq.Activation("1-2^-y", lambda y: -torch.expm1(-math.log(2) * y), supremum=1.0)
@@ -91,10 +92,12 @@ class Activation:
     @cached_property
     def loses_digits_at(self) -> float | None:
         """An argument at which ``value`` is off by more than 16 roundings in float32, if there is one."""
-        y = torch.logspace(-12, 12, 4801, dtype=torch.float64).float()
-        exact = self.value(y.double())
-        wrong = (self.value(y).double() - exact).abs() > ROUNDINGS * torch.finfo(torch.float32).eps * exact
-        return float(y[int(wrong.int().argmax())]) if bool(wrong.any()) else None
+        return _loses_digits_at(self.value)
+
+    @cached_property
+    def slope_loses_digits_at(self) -> float | None:
+        """The same for the slope."""
+        return _loses_digits_at(self.derivative)
 
     @property
     def kind(self) -> int:
@@ -148,6 +151,14 @@ class Activation:
             middle = (low + high) / 2
             low, high = (low, middle) if self.rate(middle) <= rate else (middle, high)
         return high
+
+
+def _loses_digits_at(function: TensorMap) -> float | None:
+    y = torch.logspace(-12, 12, 4801, dtype=torch.float64).float()
+    exact, limits = function(y.double()), torch.finfo(torch.float32)
+    # What float32 is too small for is no lost digit.
+    wrong = (function(y).double() - exact).abs() > ROUNDINGS * limits.eps * exact + limits.tiny
+    return float(y[int(wrong.int().argmax())]) if bool(wrong.any()) else None
 
 
 def _largest_elasticity(activation: Activation, floor: float) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pcdeq.enclosure import Enclosure, full_precision, largest, product_margin
 from pcdeq.equation import Equation
+from pcdeq.errors import UsageError
 from pcdeq.operators import LinearMap
 from pcdeq.solvers.solution import per_sample
 
@@ -104,6 +105,12 @@ def enclose_gradient(equation: Equation, box: Enclosure, grad: Tensor, tol: floa
 
 def _slopes(equation: Equation, box: Enclosure, margin: float) -> tuple[Tensor, Tensor, Tensor]:
     """The least and the largest slope for z* in the box, and where a kink may lie in between."""
+    activation = equation.activation
+    if not activation.builtin and (at := activation.slope_loses_digits_at) is not None:
+        raise UsageError(
+            f"the slope of activation '{activation.name}' loses digits near y = {at:.1g}: nothing can be proved with "
+            "it; write it without a difference of nearly equal numbers"
+        )
     tiny = torch.finfo(box.lower.dtype).tiny
     upper = torch.where(box.upper.isfinite(), box.upper, 0.0)  # no claim is made about those samples
     low = ((equation.product(box.lower) + equation.x) * (1 - margin) - tiny).clamp_(min=0)

@@ -200,7 +200,8 @@ class TestTwoAtOnce:
         if child == 0:
             with run.alone():
                 os.kill(os.getpid(), signal.SIGKILL)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL  # it held the lock as it died
         with run.alone():
             pass
 

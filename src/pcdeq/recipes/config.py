@@ -140,6 +140,15 @@ class TrainConfig:
     def _values(self) -> dict[str, Any]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
+    def changes_from(self, other: TrainConfig) -> dict[str, Any]:
+        """The settings in which this differs from another configuration, but for where a run is made.
+
+        >>> TrainConfig(lr=0.1, device="cpu").changes_from(TrainConfig())
+        {'lr': 0.1}
+        """
+        theirs = other._values()
+        return {k: v for k, v in self._values().items() if k not in _INCIDENTAL and v != theirs[k]}
+
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary that survives JSON; :meth:`from_dict` is its inverse."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
@@ -175,6 +184,8 @@ class ResolvedConfig(TrainConfig):
     flip: bool = field()
 
 
+# Where a run is made and watched, which does not decide it.
+_INCIDENTAL = {"device", "data_dir", "out", "tracker"}
 # Types that JSON does not have, made from those it has.
 _FROM_JSON: dict[str, tuple[type, type[Any]]] = {
     "channels": (list, tuple),

@@ -120,9 +120,6 @@ def as_markdown(content: Content, out: Path, figures: Path) -> str:
     if content.missing:
         parts.append(f"Figures of trained networks are missing: {content.missing}")
     parts += ["## Environment", *(_describe(one) for one in content.environments)]
-    beside = sorted(path.relative_to(out.parent) for path in out.parent.glob("*.md") if path != out)
-    if beside:
-        parts += ["## Beside this page", "\n".join(f"- [{path}]({path})" for path in beside)]
     return "\n\n".join(parts) + "\n"
 
 

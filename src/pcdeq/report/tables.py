@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
@@ -190,17 +190,14 @@ class _Kind(NamedTuple):
 
 
 # What may differ between runs that are trained alike, or has a place of its own in `_Kind`.
-_FREE = {"row", "data", "seed", "solver", "epochs", "steps_per_epoch"}
-_FREE |= {"device", "data_dir", "out", "tracker", "deterministic"}
+_FREE = {"seed", "deterministic", "solver", "epochs", "steps_per_epoch"}
 
 
 def _changes(run: Run) -> tuple[tuple[str, Any], ...]:
     """The settings of a run that are not its row's."""
-    config = run.config
-    usual = TrainConfig(config.row, data=config.data).resolve(run.image_shape)
-    pairs = ((item.name, getattr(config, item.name)) for item in fields(config) if item.name not in _FREE)
-    pairs = ((name, value) for name, value in pairs if value != getattr(usual, name))
-    return tuple((name, tuple(value.items()) if isinstance(value, dict) else value) for name, value in pairs)
+    usual = TrainConfig(run.config.row, data=run.config.data).resolve(run.image_shape)
+    found = {name: value for name, value in run.config.changes_from(usual).items() if name not in _FREE}
+    return tuple((name, tuple(value.items()) if isinstance(value, dict) else value) for name, value in found.items())
 
 
 def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:

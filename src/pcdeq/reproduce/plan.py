@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,6 @@ from pcdeq.errors import UsageError
 from pcdeq.recipes import PAPER_DATASETS, TrainConfig, own_rows, paper_dataset, rows
 from pcdeq.training import Run, read_summary
 from pcdeq.training.run import RUNS
-
-# What may differ between a run that is there and the one that is wanted.
-_INCIDENTAL = {"epochs", "device", "data_dir", "out", "tracker"}
 
 Stage = Literal["missing", "begun", "trained", "done"]
 
@@ -63,12 +60,11 @@ class Job:
         if run is None:
             return
         wanted, found = self.config.resolve(run.image_shape), run.config
-        for item in fields(wanted):
-            ours, theirs = getattr(wanted, item.name), getattr(found, item.name)
-            if item.name not in _INCIDENTAL and ours != theirs:
+        for name, theirs in found.changes_from(wanted).items():
+            if name != "epochs":
                 raise UsageError(
-                    f"{self.folder} was trained with {item.name} = {theirs}, not {ours}: choose another --runs-dir, "
-                    "or move that folder away"
+                    f"{self.folder} was trained with {name} = {theirs}, not {getattr(wanted, name)}: choose another "
+                    "--runs-dir, or move that folder away"
                 )
 
     def to_json(self) -> str:

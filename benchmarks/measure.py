@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from cases import Batch, Case
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import pcdeq
+from pcdeq.training.adamw import AdamW
 
 TOL = 1e-4
 TOLERANCES = (1e-4, 7e-5, 5e-5, 3e-5, 2e-5, 1e-5, 5e-6, 2e-6, 1e-6)  # that pcdeq may choose from
@@ -65,9 +67,13 @@ class Contestant:
         self.batches = [(images.contiguous(memory_format=layout), labels) for images, labels in batches]
         self.turns = itertools.cycle(self.batches)
         self.model = model if method == "pcdeq" else with_peer(model, method, TOL, layout)
-        fused = method == "pcdeq"  # as our trainer has it
-        # A rate of nearly 0: the weights stay those that were trained, the work is that of a step.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0, fused=fused)
+        # Ours is that of our trainer. A rate of nearly 0: the weights stay those that were trained, the work is that of
+        # a step.
+        options: dict[str, Any] = {"lr": 1e-12, "weight_decay": 0.0}
+        if method == "pcdeq":
+            self.optimizer = AdamW(self.model.parameters(), fused=True, **options)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
 
     def train(self) -> None:
         """One training step."""

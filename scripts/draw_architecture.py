@@ -22,6 +22,8 @@ WHAT = {
     "layers": "PcDEQ: injection + operator + activation + solver",
     "solving": "what a solve leaves",
     "implicit": "the one autograd function: solve forward, solve the adjoint backward",
+    "native": "a small dense layer in two calls of C",
+    "rule": "a layer, but its tensors",
     "rates": "steps known in advance",
     "sensitivity": "bounds on gradients",
     "enclosure": "bounds on z*",
@@ -46,7 +48,7 @@ def colour(modules: list[str]) -> str:
     groups = (
         {"cli", "commands"},
         {"report", "reproduce", "export", "training"},
-        {"guarantees", "models", "layers", "implicit"},
+        {"guarantees", "models", "layers", "implicit", "native"},
         {"errors", "kernels", "files"},
     )
     for group, shade in zip(groups, (*COLOURS[:3], COLOURS[4]), strict=True):

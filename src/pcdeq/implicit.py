@@ -10,25 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from pcdeq.activations import Activation
+from pcdeq import native
 from pcdeq.enclosure import solve_certified, solve_to_bound
 from pcdeq.equation import Equation, like
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.operators import LinearMap
+from pcdeq.rule import Rule
 from pcdeq.sensitivity import adjoint_distance
 from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, Weight, report
 from pcdeq.warmstart import WarmStart
-
-Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
-GRADIENTS = get_args(Gradient)
-
-Record = Callable[[Solution], None]
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:
@@ -51,29 +45,6 @@ def solve_equation(equation: Equation, solver: Solver, warm: WarmStart | None = 
         if solver.stop == "decided":
             raise UsageError('stop="decided" needs a question: layer.solve(x, solver=..., decided=...)')
         return solver.solve(equation.problem(guess))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Everything about a layer but its tensors: the form of its equation, how to solve it, whom to tell."""
-
-    bind: Callable[[Tensor], LinearMap]
-    weight_form: type[Any]  # its value and its gradients as functions of the parameters: see operators.py
-    injection_form: type[Any]  # the same of the input: see injection.py
-    floor: float
-    activation: Activation
-    solver: Solver
-    adjoint_solver: Solver
-    gradient: Gradient
-    gradient_steps: int
-    warm: WarmStart | None
-    record_forward: Record
-    record_backward: Record
-    observe: Callable[[Tensor, Tensor, LinearMap], None]
-
-    def equation(self, x: Tensor, weight: Tensor) -> Equation:
-        """The layer's equation for these inputs and this weight."""
-        return Equation(self.bind(weight), self.activation, x)
 
 
 def equilibrium(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
@@ -108,14 +79,19 @@ class _Equilibrium(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, rule: Rule, raw: bool, *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        injected = rule.injection_form.value(x, rule.floor) if raw else x
-        weight = rule.weight_form.value(*parameters) if raw else parameters[0]
-        equation = rule.equation(injected, weight)
-        solution = solve_equation(equation, rule.solver, rule.warm)
+        slope = None
+        ctx.native = raw and native.applies(rule, x, *parameters)
+        if ctx.native:
+            solution, weight = native.forward(rule, x, *parameters)
+        else:
+            injected = rule.injection_form.value(x, rule.floor) if raw else x
+            weight = rule.weight_form.value(*parameters) if raw else parameters[0]
+            equation = rule.equation(injected, weight)
+            solution = solve_equation(equation, rule.solver, rule.warm)
+            if rule.activation.slope_of_value is None:  # else it follows from z, and need not be stored
+                slope = equation.slope(solution.value)
         rule.record_forward(solution)
         z = solution.value
-        # The slope is a function of z for every built-in activation; only a custom one needs it stored.
-        slope = None if rule.activation.slope_of_value is not None else equation.slope(z)
         ctx.save_for_backward(z, weight, slope, x if raw else None, *(parameters if raw else ()))
         ctx.rule = rule
         return z
@@ -124,13 +100,18 @@ class _Equilibrium(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         z, weight, slope, x, *parameters = ctx.saved_tensors
         rule: Rule = ctx.rule
+        if ctx.native and native.applies_backward(rule, grad):
+            solution, grad_x, grads = native.backward(rule, grad, z, weight, x, *parameters)
+            rule.record_backward(solution)
+            rule.observe(z, rule.activation.slope_of_value, rule.bind(weight))  # pyright: ignore[reportArgumentType]
+            return grad_x, None, None, *grads
         with torch.no_grad(), no_autocast(grad.device.type):
             slope = rule.activation.slope_of_value(z) if slope is None else slope  # pyright: ignore[reportOptionalCall]
             linear = rule.bind(weight)
             solution = solve_adjoint(linear, slope, grad, rule.adjoint_solver, rule.warm)
             rule.record_backward(solution)
             # Not in forward, which a gradient checkpoint runs twice: its second run must equal the first.
-            rule.observe(z, slope, linear)
+            rule.observe(z, lambda _: slope, linear)
             grad_x, grads = solution.value, (None,) * max(1, len(parameters))
             if any(ctx.needs_input_grad[3:]):
                 grads = (linear.weight_gradient(z, grad_x),)

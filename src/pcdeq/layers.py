@@ -8,22 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcdeq import native
 from pcdeq.activations import Activation, as_activation
 from pcdeq.enclosure import Enclosure, enclose_near, enclose_tightly, refine, solve_decided
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.implicit import (
-    GRADIENTS,
-    Gradient,
-    Rule,
-    equilibrium,
-    implicit_equilibrium,
-    no_autocast,
-    solve_equation,
-)
+from pcdeq.implicit import equilibrium, implicit_equilibrium, no_autocast, solve_equation
 from pcdeq.injection import Relu, Softplus
 from pcdeq.operators import Conv, Dense, LinearMap, Operator
 from pcdeq.rates import Rate, a_priori_rate
+from pcdeq.rule import GRADIENTS, Gradient, Rule
 from pcdeq.sensitivity import GradientEnclosure, enclose_gradient
 from pcdeq.solvers import Anderson, Newton, Solution, Solver, report
 from pcdeq.solvers.solution import per_sample
@@ -283,10 +277,13 @@ class PcDEQ(SolvingLayer):
         """The equation that the layer solves for this input, samples along dimension 0."""
         return self._rule().equation(*self._operands(x))
 
-    def equation_of(self, x: Tensor, weight: Tensor) -> Equation:
-        """The same with the weight given, which `Operator.effective_weight` has made."""
-        x, weight = self._operands(x, weight)
-        return Equation(self.operator.bind(weight), self.activation, x)
+    @torch.no_grad()
+    def solve_with(self, weight: Tensor, x: Tensor) -> Solution:
+        """The solution for this input with the weight given, which `Operator.effective_weight` has made."""
+        rule, samples = self._rule(), self._as_samples(x)
+        if self._injects_as_usual() and native.solves(rule, samples, weight):
+            return native.solve(rule, samples, weight)
+        return solve_equation(rule.equation(*self._operands(x, weight)), self.solver, self.warm)
 
     def _operands(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The injected input, (samples, *state), and the weight, in the dtype of the solve."""
@@ -299,35 +296,40 @@ class PcDEQ(SolvingLayer):
 
     def _as_samples(self, x: Tensor) -> Tensor:
         """The input, checked, as (samples, *state)."""
-        if x.ndim < self.operator.state_ndim:
+        operator = self.operator
+        if x.ndim < operator.state_ndim:
             raise UsageError(
-                f"one sample has {self.operator.state_ndim} dimensions but the input has shape {tuple(x.shape)}"
+                f"one sample has {operator.state_ndim} dimensions but the input has shape {tuple(x.shape)}"
             )
         if not x.is_floating_point():
             raise UsageError(f"the input must be a floating point tensor, got {x.dtype}; use x.float()")
-        if x.device != self.operator.raw[0].device:
-            raise UsageError(f"the layer is on {self.operator.raw[0].device} but its input is on {x.device}; move one")
-        self.operator.check_input(x)
-        if x.ndim == self.operator.state_ndim + 1:
+        if x.device != (device := operator.raw[0].device):
+            raise UsageError(f"the layer is on {device} but its input is on {x.device}; move one")
+        operator.check_input(x)
+        if x.ndim == operator.state_ndim + 1:
             return x
-        return x.reshape(-1, *x.shape[x.ndim - self.operator.state_ndim :])
+        return x.reshape(-1, *x.shape[x.ndim - operator.state_ndim :])
 
     def _is_one_node(self, x: Tensor) -> bool:
         """Whether injection, weight and equilibrium can be one node of the graph: all are ours, and need no cast."""
         return (
             self.gradient == "implicit"
             and torch.is_grad_enabled()
-            and self.injection is None
-            and type(self).inject is PcDEQ.inject
+            and self._injects_as_usual()
             and type(self.operator).effective_weight is Operator.effective_weight
             and x.dtype in (torch.float32, torch.float64)
             and all(parameter.dtype == x.dtype for parameter in self.operator.raw)
         )
 
+    def _injects_as_usual(self) -> bool:
+        return self.injection is None and type(self).inject is PcDEQ.inject
+
     def _rule(self) -> Rule:
+        operator = self.operator
         return Rule(
-            self.operator.bind,
-            self.operator.form,
+            operator.bind,
+            type(operator) is Dense,
+            operator.form,
             self._injection_form,
             self.floor,
             self.activation,
@@ -341,7 +343,7 @@ class PcDEQ(SolvingLayer):
             self._observe,
         )
 
-    def _observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
+    def _observe(self, z: Tensor, slope: Callable[[Tensor], Tensor], linear: LinearMap) -> None:
         if self.training and self.warm is not None:
             self.warm.observe(z, slope, linear)
 

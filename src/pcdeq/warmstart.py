@@ -12,6 +12,7 @@ ReLU6 layer, which is nearly linear, is done. As (I - D̄W)⁻¹ = I + D̄B, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,45 +47,56 @@ class WarmStart(nn.Module):
             self.register_buffer(name, torch.empty(0))
         self.register_buffer("observed", torch.zeros((), dtype=torch.int64))
 
+    def learned(self, state: torch.Size, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What is known about samples of this shape: nothing, the mean of Wz*, or that, of z*, its slope and B."""
+        product = self.product
+        if product.shape != state:
+            return ()
+        known, size = (product, self.mean, self.slope, self.response), product.numel()
+        if known[1].shape != state or known[2].shape != state or known[3].shape != (size, size):
+            known = (product,)
+        return known if product.dtype == dtype else tuple(buffer.to(dtype) for buffer in known)
+
     def guess(self, equation: Equation) -> Guess | None:
         """A guess of Wz*, broadcastable to x and >= 0; None before anything was learned."""
-        if self.product.shape != equation.x.shape[1:]:
+        base, *more = self.learned(equation.x.shape[1:], equation.x.dtype) or (None,)
+        if base is None:
             return None
-        dtype = equation.x.dtype
-        buffers = (self.product, self.mean, self.response)
-        base, mean, response = buffers if self.product.dtype == dtype else (t.to(dtype) for t in buffers)
+        if not more:
+            return Guess(lambda: _admissible(base), base)
+        mean, _, response = more
 
         def evaluate() -> Tensor:
             product = _admissible(base)
-            if not response.numel():
-                return product
             residual = equation.activation.value(equation.x + product) - mean
             return _admissible(torch.addmm(product, residual, response.T))
 
-        return Guess(evaluate, base, mean, response) if response.numel() else Guess(evaluate, base)
+        return Guess(evaluate, base, mean, response)
 
     def adjoint(self, grad: Tensor) -> Guess | None:
         """A guess of Jᵀy for the solution of y = Jᵀy + grad; None where nothing is known."""
-        if not self.response.numel() or grad.shape[1:] != self.mean.shape:
+        known = self.learned(grad.shape[1:], grad.dtype)
+        if len(known) < 2:
             return None
-        slope, response = self.slope.to(grad.dtype), self.response.to(grad.dtype)
+        _, _, slope, response = known
 
         def evaluate() -> Tensor:
             return torch.nan_to_num((grad * slope) @ response, nan=0.0, posinf=0.0, neginf=0.0)
 
         return Guess(evaluate, mean=slope, response=response)
 
-    def observe(self, z: Tensor, slope: Tensor, linear: LinearMap) -> None:
-        """Learn from a batch of equilibria and their slopes."""
-        seen = int(self.observed)
-        self.observed += 1
+    def observe(self, z: Tensor, slope: Callable[[Tensor], Tensor], linear: LinearMap) -> None:
+        """Learn from a batch of equilibria, where the activation's slope is a function of them."""
+        observed = self.observed
+        seen = int(observed)
+        observed.add_(1)
         if seen >= FIRST and seen % LOOK_EVERY:
             return
         mean = z.mean(0)  # NaN for an empty batch: it shows the shape, so that all processes of a group have it
         _blend(self.product, linear.apply(mean[None])[0])
         if isinstance(linear, DenseMap) and len(mean) <= LARGEST_RESPONSE:
             _blend(self.mean, mean)
-            _blend(self.slope, slope.mean(0))
+            _blend(self.slope, slope(z).mean(0))
             self._renew(linear.weight)
 
     def _renew(self, weight: Tensor) -> None:

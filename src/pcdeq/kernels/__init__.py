@@ -28,7 +28,7 @@ KERNELS = _load()
 
 def is_native(x: Tensor) -> bool:
     """Whether x is what the kernels take: float32 on a CPU, without gaps."""
-    if x.dtype != torch.float32 or x.device.type != "cpu" or not x.numel():
+    if x.dtype != torch.float32 or not x.is_cpu or not x.numel():
         return False
     return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
 

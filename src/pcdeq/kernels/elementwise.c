@@ -1,5 +1,5 @@
 /* Around the solve: the paper's injection and its weight normalisation, forward and backward. */
-#include "kernels.h"
+#include "elementwise.h"
 #include <math.h>
 #include <string.h>
 
@@ -16,9 +16,9 @@ INLINE float exp_negative(float y, float largest)
 /* Volatile for the same reason as in anderson.c. */
 static const volatile float LARGEST = 87.0f;
 
-/* out = log(1 + exp(beta x)) / beta + floor. log1p(t) = 2 artanh(t / (2 + t)), a series in at most 1/9. */
+/* log1p(t) = 2 artanh(t / (2 + t)), a series in at most 1/9. */
 VERSIONS
-static void softplus_run(int64_t n, float beta, float floor, const float *restrict x, float *restrict out)
+void softplus_run(int64_t n, float beta, float floor, const float *restrict x, float *restrict out)
 {
     const float largest = LARGEST, per_beta = 1.0f / beta;
 #pragma omp simd
@@ -37,10 +37,9 @@ static void softplus_run(int64_t n, float beta, float floor, const float *restri
     }
 }
 
-/* out = grad / (1 + exp(-beta x)). */
 VERSIONS
-static void softplus_gradient_run(int64_t n, float beta, const float *restrict x, const float *restrict grad,
-                                  float *restrict out)
+void softplus_gradient_run(int64_t n, float beta, const float *restrict x, const float *restrict grad,
+                           float *restrict out)
 {
     const float largest = LARGEST;
 #pragma omp simd
@@ -86,8 +85,7 @@ PyObject *softplus_gradient(PyObject *self, PyObject *args)
 
 /* Sums over a row of max(v, 0): of its squares, of grad, and of grad * max(v, 0); in double, where no square of a
  * float under- or overflows. */
-VERSIONS
-static void row_sums(int64_t n, const float *restrict v, const float *restrict grad, double *squares, double *sum,
+INLINE void row_sums(int64_t n, const float *restrict v, const float *restrict grad, double *squares, double *sum,
                      double *along)
 {
     double a = 0, b = 0, c = 0;
@@ -103,52 +101,58 @@ static void row_sums(int64_t n, const float *restrict v, const float *restrict g
     *along = c;
 }
 
-/* w = g v / |v| by rows, for v and g clamped at 0; a row of zeros gives zeros. */
-PyObject *normalise(PyObject *self, PyObject *args)
+VERSIONS
+void normalise_row(int64_t n, const float *restrict v, float g, float *restrict w)
 {
-    (void)self;
-    long long rows, n;
-    unsigned long long v_, g_, w_;
-    if (!PyArg_ParseTuple(args, "LLKKK", &rows, &n, &v_, &g_, &w_)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    for (int64_t row = 0; row < rows; row++) {
-        const float *v = FLOATS(v_) + row * n, g = FLOATS(g_)[row];
-        float *w = FLOATS(w_) + row * n;
-        double squares, sum, along;
-        row_sums(n, v, v, &squares, &sum, &along);
-        const double norm = sqrt(squares), scale = (g < 0.0f ? 0.0f : g) / (norm == 0 ? 1 : norm);
-        for (int64_t i = 0; i < n; i++) w[i] = (float)((v[i] < 0.0f ? 0.0f : v[i]) * scale);
-    }
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    double squares, sum, along;
+    row_sums(n, v, v, &squares, &sum, &along);
+    const double norm = sqrt(squares), scale = (g < 0.0f ? 0.0f : g) / (norm == 0 ? 1 : norm);
+    for (int64_t i = 0; i < n; i++) w[i] = (float)((v[i] < 0.0f ? 0.0f : v[i]) * scale);
 }
 
 /* Where the gradient of max(p, 0) passes: operators._passes. A NaN in p or grad is kept. */
 #define PASSED(p, grad) (!((p) < 0.0f) || (grad) < 0.0f || (grad) != (grad) ? (grad) : 0.0f)
 
-/* The gradients of `normalise`; operators._Normalised says what a row of zeros does. */
+/* operators._Normalised says what a row of zeros does. */
+VERSIONS
+float normalise_gradient_row(int64_t n, const float *restrict v, float g, const float *restrict grad,
+                             float *restrict grad_v)
+{
+    double squares, sum, along;
+    row_sums(n, v, grad, &squares, &sum, &along);
+    const double norm = sqrt(squares), unit = norm == 0 ? 1 : norm, scale = (g < 0.0f ? 0.0f : g) / unit;
+    along /= unit;
+    for (int64_t i = 0; i < n; i++) {
+        const double direction = (v[i] < 0.0f ? 0.0f : v[i]) / unit;
+        const float value = (float)(scale * (grad[i] - direction * along));
+        grad_v[i] = PASSED(v[i], value);
+    }
+    const float value = (float)(along + (norm == 0 ? sum / sqrt((double)n) : 0));
+    return PASSED(g, value);
+}
+
+PyObject *normalise(PyObject *self, PyObject *args)
+{
+    (void)self;
+    long long rows, n;
+    unsigned long long v, g, w;
+    if (!PyArg_ParseTuple(args, "LLKKK", &rows, &n, &v, &g, &w)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t row = 0; row < rows; row++) normalise_row(n, FLOATS(v) + row * n, FLOATS(g)[row], FLOATS(w) + row * n);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyObject *normalise_gradient(PyObject *self, PyObject *args)
 {
     (void)self;
     long long rows, n;
-    unsigned long long v_, g_, grad_, grad_v_, grad_g_;
-    if (!PyArg_ParseTuple(args, "LLKKKKK", &rows, &n, &v_, &g_, &grad_, &grad_v_, &grad_g_)) return NULL;
+    unsigned long long v, g, grad, grad_v, grad_g;
+    if (!PyArg_ParseTuple(args, "LLKKKKK", &rows, &n, &v, &g, &grad, &grad_v, &grad_g)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    for (int64_t row = 0; row < rows; row++) {
-        const float *v = FLOATS(v_) + row * n, *grad = FLOATS(grad_) + row * n, g = FLOATS(g_)[row];
-        float *grad_v = FLOATS(grad_v_) + row * n;
-        double squares, sum, along;
-        row_sums(n, v, grad, &squares, &sum, &along);
-        const double norm = sqrt(squares), unit = norm == 0 ? 1 : norm, scale = (g < 0.0f ? 0.0f : g) / unit;
-        along /= unit;
-        for (int64_t i = 0; i < n; i++) {
-            const double direction = (v[i] < 0.0f ? 0.0f : v[i]) / unit;
-            const float value = (float)(scale * (grad[i] - direction * along));
-            grad_v[i] = PASSED(v[i], value);
-        }
-        const float value = (float)(along + (norm == 0 ? sum / sqrt((double)n) : 0));
-        FLOATS(grad_g_)[row] = PASSED(g, value);
-    }
+    for (int64_t row = 0, at = 0; row < rows; row++, at += n)
+        FLOATS(grad_g)[row] = normalise_gradient_row(n, FLOATS(v) + at, FLOATS(g)[row], FLOATS(grad) + at,
+                                                     FLOATS(grad_v) + at);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

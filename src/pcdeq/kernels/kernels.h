@@ -52,6 +52,9 @@ INLINE float expm1_small(float f)
 
 PyObject *anderson_step(PyObject *self, PyObject *args);
 PyObject *solve(PyObject *self, PyObject *args);
+PyObject *dense_forward(PyObject *self, PyObject *args);
+PyObject *dense_backward(PyObject *self, PyObject *args);
+PyObject *adamw(PyObject *self, PyObject *args);
 PyObject *conv_weight_gradient(PyObject *self, PyObject *args);
 PyObject *softplus(PyObject *self, PyObject *args);
 PyObject *softplus_gradient(PyObject *self, PyObject *args);

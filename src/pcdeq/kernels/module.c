@@ -4,6 +4,9 @@
 static PyMethodDef methods[] = {
     { "anderson_step", anderson_step, METH_VARARGS, "A safeguarded Anderson step; returns the samples left." },
     { "solve", solve, METH_VARARGS, "A whole solve, forward or adjoint." },
+    { "dense_forward", dense_forward, METH_VARARGS, "A dense layer: injection, weight and solve." },
+    { "dense_backward", dense_backward, METH_VARARGS, "Its gradients." },
+    { "adamw", adamw, METH_VARARGS, "A step of AdamW." },
     { "conv_weight_gradient", conv_weight_gradient, METH_VARARGS, "Of a 3x3 convolution." },
     { "softplus", softplus, METH_VARARGS, "The injection of kind 1." },
     { "softplus_gradient", softplus_gradient, METH_VARARGS, "Its gradient." },

@@ -3,26 +3,11 @@
  * The steps are those of anderson.c, the products those of product.c. A batch need not wait for its slowest sample,
  * memory beyond the cache is read and written once a solve instead of once a step, and Python is called once.
  */
-#include "anderson.h"
-#include "product.h"
+#include "solve.h"
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* What the threads share. The start of a solve is `start`, or s(guess + offset) for a guess of the product: `base` and, if
- * there is a response matrix B, base + B (s(base + offset) - mean), or for the adjoint B (mean * offset). */
-typedef struct {
-    layout l;
-    strides t;
-    rule r;
-    int max_steps;
-    int64_t samples;
-    const float *packed, *response, *offset, *slope, *start, *base, *mean;
-    float *out, *residuals;
-    int64_t *steps;
-    unsigned char *converged;
-} batch;
 
 /* Numbers that one thread works with. */
 static size_t scratch_size(const layout *l) { return l->padded + 5 * l->runs * l->n + product_space(l); }
@@ -76,28 +61,33 @@ static void solve_sample(const batch *b, int64_t index, float *scratch)
     if (b->slope) load(l, &b->t, b->slope + at, slope, l->n);
     if (b->start) load(l, &b->t, b->start + at, point, l->stride);
     else make_start(b, &a);
-    while (s.steps < b->max_steps && !s.done) {
+    while (b->steps_before + s.steps < b->max_steps && !s.done) {
         product(l, b->packed, point, value, space);
         step_sample(&b->r, &a, &s);
     }
     store(l, &b->t, best, b->out + at);
-    b->steps[index] = s.steps;
+    b->steps[index] = b->steps_before + s.steps;
     b->residuals[index] = s.relative;
     b->converged[index] = s.relative < b->r.tol;
     /* What is not a number spreads into the padding, which must be 0 for the next sample. */
     if (!(s.relative < INFINITY)) memset(scratch, 0, scratch_size(l) * sizeof(float));
 }
 
+/* A vector that lies in two lines of the cache takes twice as long to load. */
+enum { LINE = 64 };
+static float *at_line(char *memory) { return (float *)(memory + (LINE - (uintptr_t)memory % LINE) % LINE); }
+
 /* Each thread takes the next samples when it is done with some. */
-static int solve_batch(batch *b, int transposed, const float *weight, const float *response, int threads)
+int solve_batch(batch *b, int transposed, const float *weight, const float *response, int threads)
 {
     const layout *l = &b->l;
     const int64_t weights = packed_size(l);
     const size_t share = (scratch_size(l) + 31) / 32 * 32; /* threads share no cache line */
-    float *packed = malloc((2 * weights + l->n) * sizeof(float));
-    float *scratch = calloc(threads * share, sizeof(float));
-    const int ok = packed && scratch;
+    char *packed_memory = malloc((2 * weights + l->n) * sizeof(float) + LINE);
+    char *scratch_memory = calloc(threads * share * sizeof(float) + LINE, 1);
+    const int ok = packed_memory && scratch_memory;
     if (ok) {
+        float *packed = at_line(packed_memory), *scratch = at_line(scratch_memory);
         pack(l, transposed, weight, packed);
         if (response) pack(l, transposed, response, packed + weights);
         fill_keep(l, packed + 2 * weights);
@@ -108,13 +98,35 @@ static int solve_batch(batch *b, int transposed, const float *weight, const floa
 #pragma omp parallel for schedule(dynamic, few) num_threads(threads) if (threads > 1)
         for (int64_t i = 0; i < b->samples; i++) solve_sample(b, i, scratch + THREAD * share);
     }
-    free(packed);
-    free(scratch);
+    free(packed_memory);
+    free(scratch_memory);
     return ok;
 }
 
-/* Solve z = s(Wz + offset) or, if which is LINEAR, u = slope (W u + offset), with W transposed if asked for. Returns how
- * many samples did not converge, the steps of the slowest, and the largest relative residual. */
+void set_layout(batch *b, int64_t samples, layout l, strides t)
+{
+    b->samples = samples;
+    b->l = l;
+    b->t = t;
+    b->r.runs = l.runs;
+    b->r.n = l.n;
+    b->r.stride = l.stride;
+}
+
+PyObject *summary_of(const batch *b)
+{
+    long long failed = 0, slowest = 0;
+    double largest = 0;
+    for (int64_t i = 0; i < b->samples; i++) {
+        failed += !b->converged[i];
+        slowest = b->steps[i] > slowest ? b->steps[i] : slowest;
+        if (largest == largest && !(b->residuals[i] <= largest)) largest = b->residuals[i]; /* a NaN is the largest */
+    }
+    return Py_BuildValue("LLd", failed, slowest, largest);
+}
+
+/* Solve z = s(Wz + offset) or, if which is LINEAR, u = slope (W u + offset), with W transposed if asked for; returns
+ * its summary. */
 PyObject *solve(PyObject *self, PyObject *args)
 {
     (void)self;
@@ -122,17 +134,12 @@ PyObject *solve(PyObject *self, PyObject *args)
     unsigned long long weight, response, offset, slope, start, base, mean, out, steps, residuals, converged;
     int conv, transposed, threads;
     batch b = { 0 };
-    if (!PyArg_ParseTuple(args, "iii(LLLL)(LLLL)(KKKKKKK)(KKKK)ffffii", &conv, &transposed, &b.r.which, &samples,
+    if (!PyArg_ParseTuple(args, "iii(LLLL)(LLLL)(KKKKKKK)(KKKK)ffffiii", &conv, &transposed, &b.r.which, &samples,
                           &channels, &height, &width, &s[0], &s[1], &s[2], &s[3], &weight, &offset, &slope, &start, &base,
                           &mean, &response, &out, &steps, &residuals, &converged, &b.r.tol, &b.r.decay, &b.r.low,
-                          &b.r.high, &b.max_steps, &threads))
+                          &b.r.high, &b.steps_before, &b.max_steps, &threads))
         return NULL;
-    b.l = layout_of(conv, channels, height, width);
-    b.t = (strides){ s[0], s[1], s[2], s[3] };
-    b.r.runs = b.l.runs;
-    b.r.n = b.l.n;
-    b.r.stride = b.l.stride;
-    b.samples = samples;
+    set_layout(&b, samples, layout_of(conv, channels, height, width), (strides){ s[0], s[1], s[2], s[3] });
     b.offset = FLOATS(offset);
     b.slope = FLOATS(slope);
     b.start = FLOATS(start);
@@ -143,18 +150,10 @@ PyObject *solve(PyObject *self, PyObject *args)
     b.steps = (int64_t *)(uintptr_t)steps;
     b.converged = (unsigned char *)(uintptr_t)converged;
     int ok;
-    long long failed = 0, slowest = 0;
-    double largest = 0;
     Py_BEGIN_ALLOW_THREADS
     ok = solve_batch(&b, transposed, FLOATS(weight), FLOATS(response), threads);
-    for (int64_t i = 0; ok && i < samples; i++) {
-        failed += !b.converged[i];
-        slowest = b.steps[i] > slowest ? b.steps[i] : slowest;
-        if (largest == largest && !(b.residuals[i] <= largest)) largest = b.residuals[i]; /* a NaN is the largest */
-    }
     Py_END_ALLOW_THREADS
-    if (!ok) return PyErr_NoMemory();
-    return Py_BuildValue("LLd", failed, slowest, largest);
+    return ok ? summary_of(&b) : PyErr_NoMemory();
 }
 
 /* The gradient of Σ <y, Wz> over the samples with respect to the weight of a 3x3 convolution. */

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from pcdeq.errors import UsageError
-from pcdeq.implicit import no_autocast, solve_equation
+from pcdeq.implicit import no_autocast
 from pcdeq.layers import PcDEQ
 from pcdeq.solvers import SolveStats, report
 
@@ -73,8 +73,7 @@ class FrozenPcDEQ(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         layer = self.layer
         with no_autocast(x.device.type):
-            equation = layer.equation_of(x, self.weight)
-            solution = solve_equation(equation, layer.solver, layer.warm)
+            solution = layer.solve_with(self.weight, x)
         self.last_forward = SolveStats.of(solution)
         report(solution, layer.solver, "forward")
         z = solution.value

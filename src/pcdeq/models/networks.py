@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
-from pcdeq.implicit import Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 from pcdeq.recipes import ImageShape
+from pcdeq.rule import Gradient
 from pcdeq.solvers import Solver
 from pcdeq.solving import SolvingLayer
 

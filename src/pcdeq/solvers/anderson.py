@@ -61,9 +61,13 @@ class Anderson(Solver):
             proposal = proposal - per_sample(torch.where(towards, weight, 0.0), value) * (value - past_value)
         return proposal
 
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether the kernels know this kind of solve."""
+        return self.memory == 1 and self.stop == "sample" and type(self) is Anderson
+
     def solve(self, problem: Problem) -> Solution:
-        fused_can = self.memory == 1 and self.stop == "sample" and type(self) is Anderson
-        if fused_can and fused.applies(problem):
+        if self.can_be_fused and fused.applies(problem):
             return fused.anderson(self, self.decay, problem)
         return self.solve_plain(problem)
 

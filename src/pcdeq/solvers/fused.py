@@ -8,6 +8,8 @@ while the sample lies in the cache; else torch computes the products between its
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -89,27 +91,55 @@ def _solve(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> So
     places = offset.numel() // (samples * width)
     shape, strides = (offset.shape, offset.stride()) if conv else ((samples, width, 1, 1), (width, 1, 0, 0))
     out = torch.empty_like(offset)
-    residual, steps, converged = (
-        torch.empty(samples, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int64, torch.bool)
-    )
-    failed, slowest, largest = KERNELS.solve(
+    record = Record.empty(samples)
+    summary = KERNELS.solve(
         conv,
         pieces.weight.transposed,
         CODES[pieces.form],
         shape,
         strides,
         tuple(0 if t is None else t.data_ptr() for t in (weight, offset, slope, start, base, mean, response)),
-        (out.data_ptr(), steps.data_ptr(), residual.data_ptr(), converged.data_ptr()),
+        (out.data_ptr(), *record.addresses()),
         solver.tol,
         decay,
         *(problem.box or (-torch.inf, torch.inf)),
-        solver.max_steps - problem.steps,
-        torch.get_num_threads() if samples * weight.numel() * places > PARALLEL_FROM else 1,
+        problem.steps,
+        solver.max_steps,
+        threads(samples * weight.numel() * places),
     )
-    steps += problem.steps
-    outcome = solver.outcome_of(out, residual, converged) if failed else Outcome.CONVERGED
-    summary = SolveStats(slowest + problem.steps, samples, failed, largest, outcome)
-    return Solution(out, steps, residual, converged, outcome, summary)
+    return solution(solver, out, record, summary)
+
+
+class Record(NamedTuple):
+    """What the kernel says of each sample."""
+
+    steps: Tensor
+    residual: Tensor
+    converged: Tensor
+
+    @classmethod
+    def empty(cls, samples: int) -> Record:
+        """One to be filled in."""
+        steps = torch.empty(samples, dtype=torch.int64, device="cpu")
+        return cls(
+            steps, torch.empty(samples, device="cpu", dtype=torch.float32), steps.new_empty(samples, dtype=torch.bool)
+        )
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Where it lies in memory."""
+        return self.steps.data_ptr(), self.residual.data_ptr(), self.converged.data_ptr()
+
+
+def solution(solver: Solver, value: Tensor, record: Record, summary: tuple[int, int, float]) -> Solution:
+    """The solution that the kernel has found, from what it says of each sample and of all."""
+    failed, slowest, largest = summary
+    outcome = solver.outcome_of(value, record.residual, record.converged) if failed else Outcome.CONVERGED
+    return Solution(value, *record, outcome, SolveStats(slowest, value.shape[0], failed, largest, outcome))
+
+
+def threads(multiplications: int) -> int:
+    """How many threads are worth their while for one product with every sample."""
+    return torch.get_num_threads() if multiplications > PARALLEL_FROM else 1
 
 
 def _iterate(solver: Solver, decay: float, problem: Problem, pieces: Pieces) -> Solution:

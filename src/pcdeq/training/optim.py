@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pcdeq.errors import UsageError
 from pcdeq.recipes import ResolvedConfig
+from pcdeq.training.adamw import AdamW
 
 WARM_UP = 0.2  # part of a one-cycle run in which the rate rises
 START = 1 / 25  # of the peak rate, where it begins
@@ -61,7 +62,8 @@ def _find_optimizer(name: str) -> type[Optimizer]:
         raise UsageError(
             f"unknown optimizer {name!r}; {hint} ({', '.join(sorted(k.__name__ for k in known.values()))})"
         )
-    return known[name.lower()]
+    kind = known[name.lower()]
+    return AdamW if kind is torch.optim.AdamW else kind
 
 
 def learning_rate(config: ResolvedConfig, epochs_done: float) -> float:

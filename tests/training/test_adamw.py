@@ -1,0 +1,161 @@
+"""Our AdamW is torch's, in numbers, state, hooks and options."""
+
+import copy
+
+import pytest
+import torch
+
+from pcdeq.kernels import KERNELS
+from pcdeq.training import adamw
+from pcdeq.training.adamw import AdamW
+
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="installed without a C compiler")
+SHAPES = ((80, 300), (80,), (3, 2, 3, 3), (5, 1), ())
+
+
+def parameters(dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def descend(optimizer, mine, steps, seed=0):
+    """Some steps with gradients of very different sizes, one parameter without a gradient now and then."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(steps):
+        for index, parameter in enumerate(mine):
+            grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** -(number % 7)
+            parameter.grad = None if (number + index) % 5 == 4 else grad.to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in mine)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many steps the kernel has made."""
+
+    class Kernels:
+        count = 0
+
+        def adamw(self, *args):
+            Kernels.count += 1
+            return KERNELS.adamw(*args)
+
+    if KERNELS is None:
+        pytest.skip("installed without a C compiler")
+    monkeypatch.setattr(adamw, "KERNELS", Kernels())
+    return Kernels
+
+
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-7}
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_same_numbers_as_torch(fused, calls):
+    ours, exact = parameters(), parameters(torch.float64)
+    descend(AdamW(ours, fused=fused, **OPTIONS), ours, 60)
+    descend(torch.optim.AdamW(exact, **OPTIONS), exact, 60)
+    assert calls.count > 50
+    for mine, true in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.detach().double(), true.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_groups_have_their_own_options_and_rates_may_change(calls):
+    found = []
+    for kind in (AdamW, torch.optim.AdamW):
+        mine = parameters()
+        optimizer = kind([{"params": mine[:2], "lr": 0.1}, {"params": mine[2:], "weight_decay": 0.0}], lr=1e-3)
+        descend(optimizer, mine, 5)
+        optimizer.param_groups[1]["lr"] = 0.05
+        descend(optimizer, mine, 5, seed=1)
+        found.append(mine)
+    assert calls.count
+    torch.testing.assert_close([p.detach() for p in found[0]], [p.detach() for p in found[1]], rtol=1e-5, atol=1e-5)
+
+
+def test_state_goes_from_one_to_the_other(calls):
+    ours, theirs = parameters(), parameters()
+    first, second = AdamW(ours, fused=True), torch.optim.AdamW(theirs, fused=True)
+    descend(first, ours, 6)
+    with torch.no_grad():
+        for mine, other in zip(theirs, ours, strict=True):
+            mine.copy_(other)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    descend(second, theirs, 6, seed=1)
+    descend(first, ours, 6, seed=1)
+    back = AdamW(theirs, fused=True)
+    back.load_state_dict(copy.deepcopy(second.state_dict()))
+    descend(back, theirs, 6, seed=2)
+    descend(first, ours, 6, seed=2)
+    assert calls.count
+    torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"amsgrad": True}, {"maximize": True}, {"foreach": True}, {"lr": torch.tensor(1e-3)}]
+)
+def test_what_only_torch_can_do_is_left_to_it(options, calls):
+    ours, theirs = parameters(), parameters()
+    descend(AdamW(ours, **options), ours, 8)
+    descend(torch.optim.AdamW(theirs, **options), theirs, 8)
+    assert calls.count == 0
+    torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs])
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.double, lambda p: p.to(memory_format=torch.channels_last)])
+def test_other_dtypes_and_layouts_are_left_to_torch(change, calls):
+    found = []
+    for kind in (AdamW, torch.optim.AdamW):
+        mine = [torch.nn.Parameter(change(torch.ones(2, 3, 4, 5)))]
+        descend(kind(mine), mine, 4)
+        found.append(mine[0].detach())
+    assert calls.count == 0
+    assert torch.equal(*found)
+
+
+def test_hooks_run_once_a_step():
+    (*_, parameter) = mine = parameters()
+    optimizer, seen = AdamW(mine), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    for _ in range(3):
+        parameter.grad = torch.ones(())
+        optimizer.step()
+    assert seen == ["before", "after"] * 3
+
+
+def test_a_closure_is_called():
+    (parameter,) = mine = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = AdamW(mine, lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss.item()
+
+    losses = [optimizer.step(closure) for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+
+
+@needs_kernels
+def test_a_scaler_of_gradients_is_heeded():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = AdamW([parameter], lr=0.1, fused=True), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(3):
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    before = parameter.detach().clone()
+    torch.testing.assert_close(before, torch.full((2,), 0.7), rtol=0, atol=5e-3)
+    scaler.scale(parameter.sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    assert torch.equal(parameter.detach(), before)
+
+
+def test_gradients_can_be_zeroed_in_place():
+    (parameter,) = mine = [torch.nn.Parameter(torch.ones(2))]
+    parameter.grad = torch.ones(2)
+    AdamW(mine).zero_grad(set_to_none=False)
+    assert torch.equal(parameter.grad, torch.zeros(2))

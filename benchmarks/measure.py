@@ -61,6 +61,7 @@ class Contestant:
 
     def __init__(self, method: str, case: Case, batches: list[Batch]) -> None:
         self.method = method
+        self.is_ours = method in ("pcdeq", "explicit")
         model = case.model()
         # The authors' code leaves images as they come; the others get the faster format.
         layout = torch.contiguous_format if method == "hook" else torch.channels_last
@@ -70,7 +71,7 @@ class Contestant:
         # Ours is that of our trainer. A rate of nearly 0: the weights stay those that were trained, the work is that of
         # a step.
         options: dict[str, Any] = {"lr": 1e-12, "weight_decay": 0.0}
-        if method == "pcdeq":
+        if self.is_ours:
             self.optimizer = AdamW(self.model.parameters(), fused=True, **options)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
@@ -89,9 +90,9 @@ class Contestant:
                 layer.project_()
 
     def deploy(self) -> None:
-        """Make ready for inference: peers switch to evaluation, ours is frozen, as the documentation advises."""
+        """Make ready for inference: peers switch to evaluation, ours are frozen, as the documentation advises."""
         self.model.eval()
-        self.deployed = pcdeq.freeze(self.model) if self.method == "pcdeq" else self.model
+        self.deployed = pcdeq.freeze(self.model) if self.is_ours else self.model
 
     @torch.inference_mode()
     def infer(self) -> None:

@@ -125,7 +125,7 @@ class TorchdeqAnderson(Torchdeq):
 
 
 class Explicit(Peer):
-    """The package's explicit layer with these weights, one product and no injection: the floor."""
+    """The package's explicit layer with these weights, one product and no injection: the floor of what we can do."""
 
     def __init__(self, layer: pcdeq.PcDEQ, tol: float) -> None:
         super().__init__(layer, tol)
@@ -154,13 +154,16 @@ PEERS: dict[str, type[Peer]] = {
 
 
 def with_peer(model: nn.Module, name: str, tol: float, memory_format: torch.memory_format) -> nn.Module:
-    """A copy of the model in which that peer computes every equilibrium, and torch's own layers all else."""
+    """A copy of the model in which that peer computes every equilibrium, and torch's own layers all else.
+
+    But what is around the explicit layer stays ours: it is to show what an equilibrium costs.
+    """
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
             if isinstance(child, pcdeq.PcDEQ):
                 setattr(parent, child_name, PEERS[name](child, tol))
-            elif (plain := _plain(child)) is not None:
+            elif name != "explicit" and (plain := _plain(child)) is not None:
                 setattr(parent, child_name, plain)
     return model.to(memory_format=memory_format)  # pyright: ignore[reportCallIssue]
 

@@ -171,6 +171,34 @@ def test_pictures_are_small_and_used(picture):
     assert any(f"img/{picture.name}" in page.read_text() for page in PAGES), "no page shows it"
 
 
+def speeds():
+    """Median ratios by what was compared, as the benchmark's page has them: L, SC, MC on MNIST, SC, MC on CIFAR-10."""
+    page = (ROOT / "results" / "bench" / "bench.md").read_text()
+    rows = re.findall(r"^\| ([\w-]+, (?:training|inference)) \|(.+)\|$", page, re.M)
+    found = {name: [cell.split()[0] if cell.strip() else "" for cell in cells.split("|")] for name, cells in rows}
+    assert len(found) >= 6
+    return found
+
+
+def test_the_speeds_in_the_readme_are_those_of_the_benchmark():
+    measured, text = speeds(), (ROOT / "README.md").read_text()
+    shown = re.findall(r"^\| ([\w-]+, (?:training|inference)) \|(.+)\|$", text, re.M)
+    assert len(shown) >= 6
+    for name, cells in shown:
+        for cell, ratio in zip(cells.split("|"), measured[name], strict=True):
+            digits = len(cell.strip().partition(".")[2])
+            assert abs(float(cell) - float(ratio)) <= 0.501 * 10**-digits, f"{name}: {cell} is not {ratio}"
+
+
+def test_the_speeds_among_the_questions_are_those_of_the_benchmark():
+    measured, text = speeds(), " ".join((DOCS / "questions.md").read_text().split())
+    for what, inverse in (("explicit", True), ("hook", False)):
+        for when in ("training", "inference"):
+            ratios = [float(ratio) for ratio in measured[f"{what}, {when}"]]
+            low, high = sorted(1 / r if inverse else r for r in ratios)[:: len(ratios) - 1]
+            assert f"{low:.1f} to {high:.1f} times" in text, f"{what}, {when}: {low:.1f} to {high:.1f}"
+
+
 def test_the_results_in_the_readme_are_those_of_the_runs():
     """Nothing is typed in by hand, or at least not wrongly."""
     from pcdeq.report.tables import collect

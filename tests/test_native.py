@@ -210,7 +210,7 @@ def test_learned_buffers_of_a_wrong_shape_are_not_used(name):
     state[f"warm.{name}"] = torch.ones(2, 2)
     layer.load_state_dict(state)
     rule = layer._rule()
-    assert native._learned(rule, x)[1:] == (0, 0, 0)
+    assert native._learned(rule, x)[1:] == (None, None, None)
     expected = implicit.solve_equation(layer.equation(x), layer.solver).value
     torch.testing.assert_close(layer(x), expected, rtol=1e-3, atol=1e-3)
 
@@ -228,3 +228,95 @@ def test_a_frozen_layer_gives_the_same(activation, monkeypatch):
         assert torch.equal(found, expected)
         assert torch.equal(frozen(x.reshape(5, 1, 8)), expected.reshape(5, 1, 8))
         torch.testing.assert_close(frozen(x.double()).float(), expected, rtol=1e-3, atol=1e-3)
+
+
+class TestStrangeTensors:
+    """What users, hooks and files may put where the kernel expects its own numbers."""
+
+    @pytest.mark.parametrize(
+        "change", [lambda t: t.t().contiguous().t(), lambda t: t.double().float(), lambda t: t[..., ::1].clone()]
+    )
+    def test_saved_tensors_may_come_back_otherwise(self, change):
+        layer, x = make(features=8), torch.randn(8, 8)
+        cotangent, found = torch.randn(8, 8), []
+        for unpack in (lambda t: t, lambda t: change(t) if t.ndim == 2 else t):
+            here = x.clone().requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+                layer(here).backward(cotangent)
+            found.append((here.grad, layer.operator.weight_v.grad, layer.operator.weight_g.grad))
+            layer.zero_grad()
+            layer.warm.__init__()
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+    def test_saved_tensors_of_another_dtype_are_refused_by_torch(self):
+        layer, x = make(features=8), torch.randn(8, 8, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
+            z = layer(x)
+        with pytest.raises(RuntimeError, match="dtype"):
+            z.sum().backward()
+
+    def test_learned_buffers_change_their_dtype_before_backward(self):
+        layer, x = make(features=8), torch.randn(5, 8)
+        for _ in range(3):
+            layer(x).sum().backward()
+        usual = layer.last_backward.steps
+        z = layer(x)
+        layer.warm.double()
+        z.sum().backward()
+        assert layer.last_backward.steps == usual
+
+    @pytest.mark.parametrize("change", [torch.Tensor.bfloat16, torch.Tensor.double, lambda t: t.t().contiguous().t()])
+    def test_learned_buffers_of_their_own_dtype_and_layout(self, change):
+        layer, x = make(features=8), torch.randn(5, 8)
+        for _ in range(3):
+            layer(x).sum().backward()
+        expected, usual = layer(x).detach(), layer.last_forward.steps
+        state = layer.state_dict()
+        state["warm.response"] = change(state["warm.response"])
+        layer.load_state_dict(state, assign=True)
+        z = layer(x)
+        torch.testing.assert_close(z, expected, rtol=1e-3, atol=1e-3)
+        assert layer.last_forward.steps <= usual + 2
+        z.sum().backward()
+
+    def test_parameters_of_a_wrong_shape_are_refused_by_torch(self):
+        layer = make(features=64)
+        layer.operator.weight_v = torch.nn.Parameter(torch.rand(4, 4))
+        layer.operator.weight_g = torch.nn.Parameter(torch.rand(4, 1))
+        with pytest.raises(RuntimeError, match=r"shape|size"):
+            layer(torch.randn(3, 64))
+
+    def test_buffers_for_a_matrix_are_nothing_to_a_convolution(self):
+        layer = pcdeq.PcDEQConv2d(2)
+        x = torch.randn(3, 2, 4, 4, requires_grad=True)
+        for _ in range(2):
+            layer(x).sum().backward()
+        state = layer.state_dict()
+        state |= {
+            "warm.mean": torch.ones(2, 4, 4),
+            "warm.slope": torch.ones(2, 4, 4),
+            "warm.response": torch.ones(32, 32),
+        }
+        expected = layer(x).detach()
+        layer.load_state_dict(state)
+        z = layer(x)
+        z.sum().backward()
+        torch.testing.assert_close(z, expected, rtol=1e-3, atol=1e-3)
+
+    def test_a_lazily_negated_input(self):
+        layer, numbers = make(features=1).eval(), torch.tensor([[1 + 2j]])
+        x = numbers.conj().imag
+        assert x.is_neg()
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), layer(x.clone().resolve_neg()))
+
+    def test_a_gradient_of_zeros_that_is_not_in_memory(self):
+        layer, x = make(features=4), torch.randn(4, 4, requires_grad=True)
+        layer(x).backward(torch._efficientzerotensor((4, 4)))
+        assert torch.equal(x.grad, torch.zeros(4, 4))
+
+
+def test_a_compiled_frozen_network():
+    frozen = pcdeq.freeze(torch.nn.Sequential(pcdeq.PcDEQConv2d(2).eval()))
+    x = torch.randn(3, 2, 5, 5)
+    assert torch.equal(torch.compile(frozen, backend="eager")(x), frozen(x))

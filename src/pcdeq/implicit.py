@@ -100,7 +100,7 @@ class _Equilibrium(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         z, weight, slope, x, *parameters = ctx.saved_tensors
         rule: Rule = ctx.rule
-        if ctx.native and native.applies_backward(rule, grad):
+        if ctx.native and native.applies_backward(rule, grad, z, weight, x, *parameters):
             solution, grad_x, grads = native.backward(rule, grad, z, weight, x, *parameters)
             rule.record_backward(solution)
             rule.observe(z, rule.activation.slope_of_value, rule.bind(weight))  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.injection import BETA, Softplus
-from pcdeq.kernels import KERNELS
+from pcdeq.kernels import KERNELS, in_memory, is_plain
 from pcdeq.rule import Rule
 from pcdeq.solvers import Anderson, Solution, Solver, fused
 
@@ -20,41 +20,44 @@ LARGEST_BATCH = 65_536
 
 def applies(rule: Rule, x: Tensor, *parameters: Tensor) -> bool:
     """Whether the kernel can make the forward pass, from the input before the injection and the weight's parameters."""
-    return len(parameters) == 2 and solves(rule, x, parameters[0]) and _is_plain(parameters[1])  # with weight norm
+    if len(parameters) != 2:  # without weight norm
+        return False
+    v, g = parameters
+    return solves(rule, x, v) and is_plain(g) and g.numel() == v.shape[0]
 
 
 def solves(rule: Rule, x: Tensor, weight: Tensor) -> bool:
-    """The same with the weight itself given."""
+    """Whether it can solve for the input before the injection and a weight like this."""
     return (
         KERNELS is not None
         and rule.dense
         and rule.activation.builtin
         and rule.activation.name in fused.CODES
         and _is_usual(rule.solver)
+        and is_plain(x)
         and 0 < x.numel() <= LARGEST_BATCH
-        and x.shape[1] <= fused.LARGEST_DENSE
-        and _is_plain(x)
-        and _is_plain(weight)
-        and (rule.warm is None or rule.warm.product.dtype == torch.float32)
+        and is_plain(weight)
+        and weight.shape == (x.shape[1], x.shape[1])
+        and len(weight) <= fused.LARGEST_DENSE
     )
 
 
-def applies_backward(rule: Rule, grad: Tensor) -> bool:
+def applies_backward(rule: Rule, grad: Tensor, z: Tensor, weight: Tensor, x: Tensor, v: Tensor, g: Tensor) -> bool:
     """Whether it can go back, too, where it has made the forward pass."""
     return (
         _is_usual(rule.adjoint_solver)
-        and grad.dtype == torch.float32
-        and not torch.is_grad_enabled()  # for a graph of the gradient, which must say that there is none
+        and in_memory(grad)
+        # Hooks for saved tensors may give back others than they were given.
+        and all(map(is_plain, (z, weight, x, v, g)))
+        and z.shape == x.shape
+        and weight.shape == v.shape
+        and not torch.is_grad_enabled()  # with create_graph the general way says that there is no second derivative
         and not torch.is_autocast_enabled("cpu")
     )
 
 
 def _is_usual(solver: Solver) -> bool:
     return isinstance(solver, Anderson) and solver.can_be_fused and solver.max_steps > 1
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_cpu and x.is_contiguous()
 
 
 def forward(rule: Rule, x: Tensor, v: Tensor, g: Tensor) -> tuple[Solution, Tensor]:
@@ -77,7 +80,7 @@ def _solve(rule: Rule, x: Tensor, weight: Tensor, parameters: tuple[int, int]) -
     summary = KERNELS.dense_forward(
         samples,
         features,
-        (x.data_ptr(), *parameters, base, mean, response),
+        (x.data_ptr(), *parameters, _address(base), _address(mean), _address(response)),
         (weight.data_ptr(), z.data_ptr(), *record.addresses()),
         fused.CODES[rule.activation.name],
         _beta(rule),
@@ -94,18 +97,20 @@ def _solve(rule: Rule, x: Tensor, weight: Tensor, parameters: tuple[int, int]) -
 def backward(
     rule: Rule, grad: Tensor, z: Tensor, weight: Tensor, x: Tensor, v: Tensor, g: Tensor
 ) -> tuple[Solution, Tensor, tuple[Tensor, Tensor]]:
-    """How the adjoint solve went, the gradient with respect to x, and those with respect to v and g."""
+    """How the adjoint solve went, the gradient with respect to x, and those with respect to v and g.
+
+    The first has the second as its value: u itself, before the injection's slope, stays in C.
+    """
     assert KERNELS is not None and isinstance(rule.adjoint_solver, Anderson)
     samples, features = x.shape
     grad_x, grad_v, grad_g = torch.empty_like(x), torch.empty_like(v), torch.empty_like(g)
     record = fused.Record.empty(samples)
     _, _, slope, response = _learned(rule, x)
-    # What was saved may have passed through hooks of the user's.
-    inputs = [tensor.contiguous() for tensor in (x, v, g, weight, z, grad)]
+    inputs = (x, v, g, weight, z, grad.contiguous(), slope, response)
     summary = KERNELS.dense_backward(
         samples,
         features,
-        (*(tensor.data_ptr() for tensor in inputs), slope, response),
+        tuple(map(_address, inputs)),
         (grad_x.data_ptr(), grad_v.data_ptr(), grad_g.data_ptr(), *record.addresses()),
         fused.CODES[rule.activation.name],
         _beta(rule),
@@ -117,10 +122,14 @@ def backward(
     return fused.solution(rule.adjoint_solver, grad_x, record, summary), grad_x, (grad_v, grad_g)
 
 
-def _learned(rule: Rule, x: Tensor) -> tuple[int, ...]:
-    """Where that lies in memory which a warm start goes by, 0 for what there is not."""
+def _learned(rule: Rule, x: Tensor) -> tuple[Tensor | None, ...]:
+    """What a warm start goes by: means of Wz*, of z* and of its slope, and the response; None for what there is not."""
     known = () if rule.warm is None else rule.warm.learned(x.shape[1:], torch.float32)
-    return (*(buffer.data_ptr() for buffer in known), 0, 0, 0, 0)[:4]
+    return (*(known if all(map(is_plain, known)) else ()), None, None, None, None)[:4]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _beta(rule: Rule) -> float:

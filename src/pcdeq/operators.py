@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pcdeq.errors import UsageError
-from pcdeq.kernels import KERNELS
+from pcdeq.kernels import KERNELS, in_memory, is_plain
 
 
 class LinearMap(ABC):
@@ -203,7 +203,7 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def gradients(v: Tensor, g: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         if KERNELS is not None and _by_rows(v, g) and not torch.is_grad_enabled():
-            grad = grad.contiguous(memory_format=_memory_format(v))
+            grad = grad.to(v.dtype).contiguous(memory_format=_memory_format(v))
             grad_v, grad_g = torch.empty_like(v), torch.empty_like(g)
             KERNELS.normalise_gradient(*_sizes(v), *(t.data_ptr() for t in (v, g, grad, grad_v, grad_g)))
             return grad_v, grad_g
@@ -235,8 +235,8 @@ def _sizes(v: Tensor) -> tuple[int, int]:
 
 def _by_rows(v: Tensor, g: Tensor) -> bool:
     """Whether the kernels can normalise this weight: float32 on a CPU, each row one block of memory."""
-    plain = v.device.type == "cpu" and v.dtype == g.dtype == torch.float32
-    return plain and v.is_contiguous(memory_format=_memory_format(v)) and g.is_contiguous()
+    layout = _memory_format(v)
+    return in_memory(v) and v.is_contiguous(memory_format=layout) and is_plain(g) and g.numel() == v.shape[0]
 
 
 class Operator(nn.Module, ABC):

@@ -21,7 +21,7 @@ class Rule(NamedTuple):  # a dataclass would take longer to make, and one is mad
     """Everything about a layer but its tensors: the form of its equation, how to solve it, whom to tell."""
 
     bind: Callable[[Tensor], LinearMap]
-    dense: bool  # whether W is a matrix
+    dense: bool  # whether the operator is `Dense` itself
     weight_form: type[Any]  # its value and its gradients as functions of the parameters: see operators.py
     injection_form: type[Any]  # the same of the input: see injection.py
     floor: float

@@ -29,6 +29,9 @@ MOMENTUM = 0.5
 LARGEST_RESPONSE = 1024
 
 
+_MEANS = ("product", "mean", "slope", "response")
+
+
 class WarmStart(nn.Module):
     """Running means over samples of Wz* and, for a dense layer, of z*, its slope, and the response B.
 
@@ -43,19 +46,19 @@ class WarmStart(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("product", "mean", "slope", "response"):
+        for name in _MEANS:
             self.register_buffer(name, torch.empty(0))
         self.register_buffer("observed", torch.zeros((), dtype=torch.int64))
 
     def learned(self, state: torch.Size, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What is known about samples of this shape: nothing, the mean of Wz*, or that, of z*, its slope and B."""
-        product = self.product
-        if product.shape != state:
+        buffers = self._buffers  # looked up this way they are found in half the time
+        known: tuple[Tensor, ...] = tuple(buffers[name] for name in _MEANS)  # pyright: ignore[reportAssignmentType]
+        if known[0].shape != state:
             return ()
-        known, size = (product, self.mean, self.slope, self.response), product.numel()
-        if known[1].shape != state or known[2].shape != state or known[3].shape != (size, size):
-            known = (product,)
-        return known if product.dtype == dtype else tuple(buffer.to(dtype) for buffer in known)
+        if known[1].shape != state or known[2].shape != state or known[3].shape != (*state, *state):
+            known = known[:1]
+        return tuple(b if b.dtype == dtype and b.is_contiguous() else b.to(dtype).contiguous() for b in known)
 
     def guess(self, equation: Equation) -> Guess | None:
         """A guess of Wz*, broadcastable to x and >= 0; None before anything was learned."""

@@ -159,3 +159,110 @@ def test_gradients_can_be_zeroed_in_place():
     parameter.grad = torch.ones(2)
     AdamW(mine).zero_grad(set_to_none=False)
     assert torch.equal(parameter.grad, torch.zeros(2))
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.99999), (0.0, 0.999), (0.3, 1 - 1e-8), (0.99999, 0.9)])
+def test_means_over_very_many_steps_or_only_one(betas, calls):
+    ours, exact = parameters(), parameters(torch.float64)
+    optimizer, reference = AdamW(ours, betas=betas), torch.optim.AdamW(exact, betas=betas)
+    descend(optimizer, ours, 30)
+    descend(reference, exact, 30)
+    assert calls.count
+    for mine, true in zip(ours, exact, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            found, expected = optimizer.state[mine][name].double(), reference.state[true][name]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+        torch.testing.assert_close(mine.detach().double(), true.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_plain_adam_s_weight_decay_is_left_to_torch(calls):
+    found = []
+    for kind in (AdamW, torch.optim.AdamW):
+        mine = parameters()
+        optimizer = kind(mine, weight_decay=0.1)
+        optimizer.param_groups[0]["decoupled_weight_decay"] = False
+        descend(optimizer, mine, 4)
+        found.append([parameter.detach() for parameter in mine])
+    assert calls.count == 0
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("sizes", [(4, 300_000), (300_000, 4)])
+def test_a_state_of_another_size_is_refused_by_torch(sizes):
+    saved, wanted = (torch.nn.Parameter(torch.ones(size)) for size in sizes)
+    first, second = AdamW([saved]), AdamW([wanted])
+    saved.grad, wanted.grad = torch.ones_like(saved), torch.ones_like(wanted)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(RuntimeError, match="size"):
+        second.step()
+
+
+def test_a_parameter_that_has_grown_is_refused_by_torch():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter])
+    for size in (4, 300_000):
+        parameter.data = torch.ones(size)
+        parameter.grad = torch.ones(size)
+        if size == 4:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
+
+
+def test_gradients_that_are_not_in_memory(calls):
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter], lr=0.1, weight_decay=0.0)
+    for grad in (torch.ones(4), torch._efficientzerotensor((4,)), torch._neg_view(torch.ones(4))):
+        parameter.grad = grad
+        optimizer.step()
+    assert calls.count == 0
+    assert bool((parameter < 1).all())
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose numbers are in another one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def unwrap(x):
+            return x.inner if isinstance(x, Wrapped) else x
+
+        def wrap(x):
+            return cls(x) if isinstance(x, torch.Tensor) and not isinstance(x, Wrapped) else x
+
+        result = function(
+            *torch.utils._pytree.tree_map(unwrap, args), **torch.utils._pytree.tree_map(unwrap, kwargs or {})
+        )
+        in_place = function.overloadpacket.__name__.endswith("_")
+        return args[0] if in_place else torch.utils._pytree.tree_map(wrap, result)
+
+
+def test_tensors_that_only_look_like_it(calls):
+    parameter = torch.nn.Parameter(Wrapped(torch.ones(4)))
+    optimizer = AdamW([parameter], lr=0.1, foreach=False)
+    for _ in range(3):
+        parameter.grad = Wrapped(torch.ones(4))
+        optimizer.step()
+    assert calls.count == 0
+    assert bool((parameter.inner < 1).all())
+
+
+def test_a_second_backward_pass_through_changed_parameters_is_noticed(calls):
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    loss = (parameter**2).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    assert calls.count == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

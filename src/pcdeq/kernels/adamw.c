@@ -3,20 +3,19 @@
 #include <math.h>
 
 typedef struct { int64_t n; float *parameter, *mean, *square, *step; const float *grad; } moments;
-typedef struct { float keep, rate, eps, beta1, beta2, root; } factors;
+typedef struct { float keep, rate, eps, beta1, other1, beta2, other2, root; } factors;
 
 enum { PARALLEL_FROM = 32768 }; /* numbers; below, a second thread costs more than it saves */
 
-/* mean and square are running means of the gradient and of its square; rate is the learning rate and `root` the square
- * root, both corrected for the running means' start at 0. */
+/* mean and square are running means of the gradient and of its square. They start at 0, which `rate`, the learning rate,
+ * and `root`, a factor on the square root, make up for. */
 VERSIONS
 static void update(int64_t n, factors f, const float *restrict grad, float *restrict mean, float *restrict square,
                    float *restrict parameter)
 {
-    const float other1 = 1.0f - f.beta1, other2 = 1.0f - f.beta2;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        const float g = grad[i], m = mean[i] + other1 * (g - mean[i]), s = f.beta2 * square[i] + other2 * g * g;
+        const float g = grad[i], m = f.beta1 * mean[i] + f.other1 * g, s = f.beta2 * square[i] + f.other2 * g * g;
         mean[i] = m;
         square[i] = s;
         parameter[i] = f.keep * parameter[i] - f.rate * m / (sqrtf(s) * f.root + f.eps);
@@ -47,8 +46,10 @@ PyObject *adamw(PyObject *self, PyObject *args)
     for (Py_ssize_t k = 0; k < count; k++) {
         const moments a = all[k];
         const double step = *a.step += 1.0f;
-        const factors f = { (float)(1 - rate * decay), (float)(rate / (1 - pow(beta1, step))), (float)eps, (float)beta1,
-                            (float)beta2, (float)(1 / sqrt(1 - pow(beta2, step))) };
+        const factors f = { .keep = (float)(1 - rate * decay), .rate = (float)(rate / (1 - pow(beta1, step))),
+                            .eps = (float)eps, .beta1 = (float)beta1, .other1 = (float)(1 - beta1),
+                            .beta2 = (float)beta2, .other2 = (float)(1 - beta2),
+                            .root = (float)(1 / sqrt(1 - pow(beta2, step))) };
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && a.n >= PARALLEL_FROM)
         for (int part = 0; part < PARTS; part++) {
             const int64_t at = PART_FIRST(a.n, part);

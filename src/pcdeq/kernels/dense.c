@@ -46,6 +46,7 @@ static void slopes(int which, int64_t n, const float *restrict z, float *restric
     case ONE_MINUS_EXP: EACH(1.0f - z[i]);
     case HARD_TANH: EACH(z[i] < 1.0f ? 1.0f : 0.0f);
     case HARD_SIGMOID: EACH((z[i] < 1.0f ? 1.0f : 0.0f) / 6.0f);
+    default: EACH(NAN); /* forgotten here: let it be seen */
     }
 #undef EACH
 }
@@ -102,7 +103,8 @@ PyObject *dense_forward(PyObject *self, PyObject *args)
     return ok ? summary_of(&b) : PyErr_NoMemory();
 }
 
-/* From the gradient of a loss with respect to z those with respect to x, v and g; returns the summary of the solve. */
+/* From the gradient of a loss with respect to z those with respect to x, v and g; returns the summary of the solve. For
+ * its start, `mean` is the mean slope. */
 PyObject *dense_backward(PyObject *self, PyObject *args)
 {
     (void)self;

@@ -9,7 +9,7 @@ INLINE float exp_negative(float y, float largest)
     y = y > largest ? largest : y; /* keeps a NaN */
     const int k = (int)(y * 1.44269504f + 0.5f);
     const float kf = (float)k, f = -((y - kf * 0.693359375f) + kf * 2.12194440e-4f);
-    union { int32_t bits; float value; } power = { (int32_t)((uint32_t)(127 - k) << 23) };
+    union { int32_t bits; float value; } power = { (int32_t)((127u - (uint32_t)k) << 23) };
     return power.value * (expm1_small(f) + 1.0f);
 }
 

@@ -26,5 +26,6 @@ PyMODINIT_FUNC PyInit__kernels(void)
 {
     PyObject *made = PyModule_Create(&module);
     if (made && PyModule_AddIntConstant(made, "VECTORISED", VECTORISED) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "INTERFACE", 2) < 0) Py_CLEAR(made); /* as in kernels/__init__.py */
     return made;
 }

@@ -71,6 +71,11 @@ class FrozenPcDEQ(nn.Module):
         self.last_forward = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # as in PcDEQ.forward
+            return torch.compiler.disable(self._equilibrium)(x)  # pyright: ignore[reportReturnType, reportArgumentType]
+        return self._equilibrium(x)
+
+    def _equilibrium(self, x: Tensor) -> Tensor:
         layer = self.layer
         with no_autocast(x.device.type):
             solution = layer.solve_with(self.weight, x)

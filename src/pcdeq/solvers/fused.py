@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pcdeq.kernels import KERNELS
+from pcdeq.kernels import KERNELS, in_memory
 from pcdeq.solvers.solution import Outcome, Pieces, Problem, Solution, Solver, SolveStats
 
 # Activations that the kernel knows, in the order of its enum; the adjoint equation is linear.
@@ -41,8 +41,7 @@ def applies(problem: Problem) -> bool:
         KERNELS is not None
         and pieces is not None
         and pieces.form in CODES
-        and pieces.offset.dtype == torch.float32
-        and pieces.offset.device.type == "cpu"
+        and all(t is None or in_memory(t) for t in (pieces.offset, pieces.slope, problem.start))
         and pieces.offset.numel() > 0
         and not torch.is_grad_enabled()
         and (problem.box is None or isinstance(problem.box[0], float))
@@ -63,7 +62,9 @@ def anderson(solver: Solver, decay: float, problem: Problem) -> Solution:
 def _knows(problem: Problem, pieces: Pieces, tol: float) -> bool:
     """Whether the kernel can compute the products, too."""
     weight, offset = pieces.weight, pieces.offset
-    if weight is None or weight.tensor.dtype != torch.float32 or weight.tensor.device != offset.device:
+    if weight is None or not in_memory(weight.tensor):
+        return False
+    if weight.tensor.shape[:2] != (offset.shape[1], offset.shape[1]):
         return False
     if any(t is not None and t.shape != offset.shape for t in (problem.start, pieces.slope)):
         return False

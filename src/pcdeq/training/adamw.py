@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from pcdeq.kernels import KERNELS
+from pcdeq.kernels import KERNELS, is_plain
 
 # torch's own step, within what runs the hooks that users have registered.
 _TORCHS = torch.optim.AdamW.step
@@ -33,14 +34,24 @@ class AdamW(torch.optim.AdamW):
     tensor([0.8990, 0.8990, 0.8990])
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seen: dict[Tensor, _Seen] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of pickle, and of `load_state_dict`
+        super().__setstate__(state)
+        self._seen = {}
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; torch's own where the kernel does not apply, as in the first step, which makes the state."""
-        groups = None if closure is not None or self._is_watched() else self._for_kernel()
+        unusual = KERNELS is None or closure is not None or self._is_watched()
+        groups = None if unusual else self._for_kernel()
         if KERNELS is None or groups is None:
             return _TORCHS(self, closure)
-        for group, entries in groups:
+        for group, moved, entries in groups:
             options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
             KERNELS.adamw(entries, *options, torch.get_num_threads())
+            increment_version(moved)  # a backward pass that needs the old values then says so
         return None
 
     # torch would wrap it, which takes longer than the step.
@@ -61,34 +72,65 @@ class AdamW(torch.optim.AdamW):
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
         return any(hooks) or scaled or torch.autograd.profiler._is_profiler_enabled
 
-    def _for_kernel(self) -> list[tuple[dict[str, Any], list[tuple[int, ...]]]] | None:
-        """What the kernel takes: of each group its options, and of its parameters sizes and addresses."""
+    def _for_kernel(self) -> list[tuple[dict[str, Any], list[Tensor], list[tuple[int, ...]]]] | None:
+        """What the kernel takes: of each group its options and parameters, and of these sizes and addresses."""
         groups = []
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor) or any(group[name] for name in _NOT_KNOWN):
                 return None
-            entries = []
+            if not group.get("decoupled_weight_decay", True):
+                return None
+            moved, entries = [], []
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is None:
                     continue
-                moments = self._moments(parameter)
-                if moments is None or not _is_plain(grad):
+                entry = self._entry(parameter, grad)
+                if entry is None:
                     return None
-                entries.append((parameter.numel(), parameter.data_ptr(), grad.data_ptr(), *moments))
-            groups.append((group, entries))
+                moved.append(parameter)
+                entries.append(entry)
+            groups.append((group, moved, entries))
         return groups
 
-    def _moments(self, parameter: Tensor) -> tuple[int, ...] | None:
-        """Addresses of the running means and of the count of steps, if the kernel can use them."""
-        state = self.state.get(parameter)
-        if not state or parameter.dtype != torch.float32 or not parameter.is_contiguous():
+    def _entry(self, parameter: Tensor, grad: Tensor) -> tuple[int, ...] | None:
+        """How many numbers a parameter has, and where it, its gradient, its running means and its step lie."""
+        state, seen = self.state.get(parameter), self._seen.get(parameter)
+        if not state or not is_plain(grad):
             return None
-        tensors = (state["exp_avg"], state["exp_avg_sq"], state["step"])
-        if not all(map(_is_plain, tensors)):
-            return None
-        return tuple(tensor.data_ptr() for tensor in tensors)
+        if seen is None or not seen.is_of(parameter, state):
+            seen = _Seen.of(parameter, state)
+            if seen is None:
+                return None
+            self._seen[parameter] = seen
+        return (seen.size, seen.address, grad.data_ptr(), *seen.moments) if grad.numel() == seen.size else None
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+class _Seen(NamedTuple):
+    """A parameter and its state, which the kernel was found to take: to look each time takes longer than a step."""
+
+    size: int
+    address: int
+    mean: Tensor
+    square: Tensor
+    step: Tensor
+    moments: tuple[int, int, int]  # where these three lie
+
+    @classmethod
+    def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> _Seen | None:
+        """Look closely."""
+        mean, square, step = tensors = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+        size = parameter.numel()
+        if not all(map(is_plain, (parameter, *tensors))) or [t.numel() for t in tensors] != [size, size, 1]:
+            return None
+        return cls(size, parameter.data_ptr(), *tensors, (mean.data_ptr(), square.data_ptr(), step.data_ptr()))
+
+    def is_of(self, parameter: Tensor, state: dict[str, Tensor]) -> bool:
+        """Whether all are still where they were."""
+        return (
+            parameter.data_ptr() == self.address
+            and parameter.numel() == self.size
+            and state["exp_avg"] is self.mean
+            and state["exp_avg_sq"] is self.square
+            and state["step"] is self.step
+        )

@@ -1,6 +1,7 @@
 """Our AdamW is torch's, in numbers, state, hooks and options."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -266,3 +267,21 @@ def test_a_second_backward_pass_through_changed_parameters_is_noticed(calls):
     assert calls.count == 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_it_shows_the_options_of_torch_s():
+    """By which the trainer finds out what an optimiser takes."""
+    assert inspect.signature(AdamW) == inspect.signature(torch.optim.AdamW)
+
+
+def test_a_copy_goes_on_alone(calls):
+    mine = parameters()
+    optimizer = AdamW(mine)
+    descend(optimizer, mine, 3)
+    before = [parameter.detach().clone() for parameter in mine]
+    twins, twin = copy.deepcopy((mine, optimizer))
+    descend(twin, twins, 3)
+    assert calls.count
+    assert all(torch.equal(parameter, old) for parameter, old in zip(mine, before, strict=True))
+    descend(optimizer, mine, 3)
+    assert all(torch.equal(a, b) for a, b in zip(mine, twins, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,13 @@ class AdamW(torch.optim.AdamW):
     tensor([0.8990, 0.8990, 0.8990])
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._seen: dict[Tensor, _Seen] = {}
+    @cached_property
+    def _seen(self) -> dict[Tensor, _Seen]:
+        return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of pickle, and of `load_state_dict`
         super().__setstate__(state)
-        self._seen = {}
+        self.__dict__.pop("_seen", None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; torch's own where the kernel does not apply, as in the first step, which makes the state."""

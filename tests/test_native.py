@@ -286,7 +286,8 @@ class TestStrangeTensors:
         with pytest.raises(RuntimeError, match=r"shape|size"):
             layer(torch.randn(3, 64))
 
-    def test_buffers_for_a_matrix_are_nothing_to_a_convolution(self):
+    @pytest.mark.parametrize("shape", [(32, 32), (2, 4, 4, 2, 4, 4)])
+    def test_buffers_for_a_matrix_are_nothing_to_a_convolution(self, shape):
         layer = pcdeq.PcDEQConv2d(2)
         x = torch.randn(3, 2, 4, 4, requires_grad=True)
         for _ in range(2):
@@ -295,7 +296,7 @@ class TestStrangeTensors:
         state |= {
             "warm.mean": torch.ones(2, 4, 4),
             "warm.slope": torch.ones(2, 4, 4),
-            "warm.response": torch.ones(32, 32),
+            "warm.response": torch.ones(shape),
         }
         expected = layer(x).detach()
         layer.load_state_dict(state)

@@ -22,7 +22,8 @@ from problems import (
 
 import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
-from pcdeq.solvers import Problem
+from pcdeq.kernels import KERNELS
+from pcdeq.solvers import Problem, fused
 
 SOLVERS = {
     "picard": pcdeq.Picard,
@@ -141,6 +142,7 @@ class TestFastPath:
         solver = solver or pcdeq.Anderson(tol=1e-5)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            assert fused.applies(problem) is (KERNELS is not None and problem.pieces.form in fused.CODES)
             fast, plain = solver.solve(problem), solver.solve_plain(problem)
         assert fast.outcome is plain.outcome
         assert torch.equal(fast.converged, plain.converged)

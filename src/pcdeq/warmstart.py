@@ -28,7 +28,6 @@ MOMENTUM = 0.5
 # The matrix B costs n³ at each look: up to this size it is affordable.
 LARGEST_RESPONSE = 1024
 
-
 _MEANS = ("product", "mean", "slope", "response")
 
 
@@ -56,7 +55,8 @@ class WarmStart(nn.Module):
         known: tuple[Tensor, ...] = tuple(buffers[name] for name in _MEANS)  # pyright: ignore[reportAssignmentType]
         if known[0].shape != state:
             return ()
-        if known[1].shape != state or known[2].shape != state or known[3].shape != (*state, *state):
+        vectors = len(state) == 1 and known[1].shape == known[2].shape == state
+        if not vectors or known[3].shape != (*state, *state):
             known = known[:1]
         return tuple(b if b.dtype == dtype and b.is_contiguous() else b.to(dtype).contiguous() for b in known)
 

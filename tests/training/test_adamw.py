@@ -104,7 +104,7 @@ def test_what_only_torch_can_do_is_left_to_it(options, calls):
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda p: p.to(memory_format=torch.channels_last)])
-def test_other_dtypes_and_layouts_are_left_to_torch(change, calls):
+def test_other_dtypes_and_mixed_layouts_are_left_to_torch(change, calls):
     found = []
     for kind in (AdamW, torch.optim.AdamW):
         mine = [torch.nn.Parameter(change(torch.ones(2, 3, 4, 5)))]
@@ -112,6 +112,31 @@ def test_other_dtypes_and_layouts_are_left_to_torch(change, calls):
         found.append(mine[0].detach())
     assert calls.count == 0
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        lambda x: x.repeat_interleave(2, 0)[::2],  # with gaps
+    ],
+)
+def test_numbers_in_any_order(lay_out, calls):
+    """Parameter and gradient in the same order, or not; where there are gaps, torch's own step."""
+    found = []
+    for kind in (AdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(lay_out(torch.randn(4, 3, 5, 6)))
+        optimizer = kind([parameter], **OPTIONS)
+        for number in range(6):
+            grad = torch.randn(4, 3, 5, 6)
+            parameter.grad = grad if number == 3 else lay_out(grad)
+            optimizer.step()
+        found.append(parameter.detach())
+    gaps = found[0].untyped_storage().nbytes() > found[0].nbytes
+    assert calls.count == (0 if gaps else 4)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_hooks_run_once_a_step():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from pcdeq.kernels import KERNELS, is_plain
+from pcdeq.kernels import KERNELS, in_memory
 
 # torch's own step, within what runs the hooks that users have registered.
 _TORCHS = torch.optim.AdamW.step
@@ -24,8 +24,8 @@ _NOT_KNOWN = ("amsgrad", "maximize", "foreach", "capturable", "differentiable")
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`: same options, same state, same numbers up to rounding.
 
-    Where parameters lie on a CPU in float32, a step is one call of C; on a small network torch's fused one takes
-    longer to prepare its lists than to compute. Everything else is left to torch.
+    Where parameters lie on a CPU in float32, in any layout without gaps, a step is one call of C; on a small network
+    torch's fused one takes longer to prepare its lists than to compute. Everything else is left to torch.
 
     >>> parameter = torch.nn.Parameter(torch.ones(3))
     >>> optimizer = AdamW([parameter], lr=0.1)
@@ -97,20 +97,24 @@ class AdamW(torch.optim.AdamW):
     def _entry(self, parameter: Tensor, grad: Tensor) -> tuple[int, ...] | None:
         """How many numbers a parameter has, and where it, its gradient, its running means and its step lie."""
         state, seen = self.state.get(parameter), self._seen.get(parameter)
-        if not state or not is_plain(grad):
+        if not state or not in_memory(grad):
             return None
         if seen is None or not seen.is_of(parameter, state):
             seen = _Seen.of(parameter, state)
             if seen is None:
                 return None
             self._seen[parameter] = seen
-        return (seen.size, seen.address, grad.data_ptr(), *seen.moments) if grad.numel() == seen.size else None
+        if grad.shape != seen.shape or grad.stride() != seen.strides:
+            return None
+        return seen.size, seen.address, grad.data_ptr(), *seen.moments
 
 
 class _Seen(NamedTuple):
     """A parameter and its state, which the kernel was found to take: to look each time takes longer than a step."""
 
     size: int
+    shape: torch.Size
+    strides: tuple[int, ...]
     address: int
     mean: Tensor
     square: Tensor
@@ -121,17 +125,26 @@ class _Seen(NamedTuple):
     def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> _Seen | None:
         """Look closely."""
         mean, square, step = tensors = (state["exp_avg"], state["exp_avg_sq"], state["step"])
-        size = parameter.numel()
-        if not all(map(is_plain, (parameter, *tensors))) or [t.numel() for t in tensors] != [size, size, 1]:
+        shape, strides = parameter.shape, parameter.stride()
+        if not all(map(in_memory, (parameter, *tensors))) or step.numel() != 1 or not _has_no_gaps(parameter):
             return None
-        return cls(size, parameter.data_ptr(), *tensors, (mean.data_ptr(), square.data_ptr(), step.data_ptr()))
+        if any(t.shape != shape or t.stride() != strides for t in (mean, square)):
+            return None
+        moments = (mean.data_ptr(), square.data_ptr(), step.data_ptr())
+        return cls(parameter.numel(), shape, strides, parameter.data_ptr(), *tensors, moments)
 
     def is_of(self, parameter: Tensor, state: dict[str, Tensor]) -> bool:
         """Whether all are still where they were."""
         return (
             parameter.data_ptr() == self.address
-            and parameter.numel() == self.size
+            and parameter.shape == self.shape
+            and parameter.stride() == self.strides
             and state["exp_avg"] is self.mean
             and state["exp_avg_sq"] is self.square
             and state["step"] is self.step
         )
+
+
+def _has_no_gaps(x: Tensor) -> bool:
+    """Whether its numbers lie side by side in memory, each once, in whatever order."""
+    return x.permute(sorted(range(x.ndim), key=lambda d: (x.stride(d), x.shape[d]), reverse=True)).is_contiguous()

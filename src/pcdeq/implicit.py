@@ -119,8 +119,7 @@ class _Equilibrium(torch.autograd.Function):
                     grads = rule.weight_form.gradients(*parameters, *grads)
             if x is not None:
                 grad_x = rule.injection_form.gradient(x, grad_x) if ctx.needs_input_grad[0] else None
-        if torch.is_grad_enabled():
-            grad_x, *grads = (_NoSecondDerivative.apply(g, z) for g in (grad_x, *grads))
+        grad_x, *grads = once((grad_x, *grads), z)
         return grad_x, None, None, *grads
 
 
@@ -148,6 +147,13 @@ def solve_adjoint(
     if solver.stop == "certified":
         return solve_to_bound(solver, problem, lambda u: adjoint_distance(linear, slope, grad, u))
     return solver.solve(problem)
+
+
+def once(grads: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients, which say, if anybody differentiates them in turn, that there is no second derivative."""
+    if not torch.is_grad_enabled():
+        return grads
+    return tuple(_NoSecondDerivative.apply(grad, *sources) for grad in grads)  # pyright: ignore[reportReturnType]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -248,8 +254,4 @@ class _ReplaceGradient(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.no_grad():
             result = ctx.transform(grad)
-        return (
-            (_NoSecondDerivative.apply(result, *ctx.saved_tensors) if torch.is_grad_enabled() else result),
-            None,
-            None,
-        )
+        return *once((result,), *ctx.saved_tensors), None, None

@@ -157,8 +157,9 @@ class PcDEQ(SolvingLayer):
 
     def _equilibrium(self, x: Tensor) -> Tensor:
         with no_autocast(x.device.type):
-            if self._is_one_node(x):
-                z = implicit_equilibrium(self._as_samples(x), self._rule(), *self.operator.raw)
+            rule = self.rule_of_one_node(x)
+            if rule is not None:
+                z = implicit_equilibrium(self._as_samples(x), rule, *self.operator.raw)
             else:
                 z = equilibrium(*self._operands(x), self._rule())
         z = z if z.shape == x.shape else z.reshape(x.shape)
@@ -310,9 +311,9 @@ class PcDEQ(SolvingLayer):
             return x
         return x.reshape(-1, *x.shape[x.ndim - operator.state_ndim :])
 
-    def _is_one_node(self, x: Tensor) -> bool:
-        """Whether injection, weight and equilibrium can be one node of the graph: all are ours, and need no cast."""
-        return (
+    def rule_of_one_node(self, x: Tensor) -> Rule | None:
+        """The rule, if injection, weight and equilibrium can be one node of the graph: all ours, and without a cast."""
+        one_node = (
             self.gradient == "implicit"
             and torch.is_grad_enabled()
             and self._injects_as_usual()
@@ -320,6 +321,7 @@ class PcDEQ(SolvingLayer):
             and x.dtype in (torch.float32, torch.float64)
             and all(parameter.dtype == x.dtype for parameter in self.operator.raw)
         )
+        return self._rule() if one_node else None
 
     def _injects_as_usual(self) -> bool:
         return self.injection is None and type(self).inject is PcDEQ.inject

@@ -33,7 +33,7 @@ def solves(rule: Rule, x: Tensor, weight: Tensor) -> bool:
         and rule.dense
         and rule.activation.builtin
         and rule.activation.name in fused.CODES
-        and _is_usual(rule.solver)
+        and is_usual(rule.solver)
         and is_plain(x)
         and 0 < x.numel() <= LARGEST_BATCH
         and is_plain(weight)
@@ -45,7 +45,7 @@ def solves(rule: Rule, x: Tensor, weight: Tensor) -> bool:
 def applies_backward(rule: Rule, grad: Tensor, z: Tensor, weight: Tensor, x: Tensor, v: Tensor, g: Tensor) -> bool:
     """Whether it can go back, too, where it has made the forward pass."""
     return (
-        _is_usual(rule.adjoint_solver)
+        is_usual(rule.adjoint_solver)
         and in_memory(grad)
         # Hooks for saved tensors may give back others than they were given.
         and all(map(is_plain, (z, weight, x, v, g)))
@@ -56,7 +56,8 @@ def applies_backward(rule: Rule, grad: Tensor, z: Tensor, weight: Tensor, x: Ten
     )
 
 
-def _is_usual(solver: Solver) -> bool:
+def is_usual(solver: Solver) -> bool:
+    """Whether it is the one that the kernel has."""
     return isinstance(solver, Anderson) and solver.can_be_fused and solver.max_steps > 1
 
 

@@ -41,25 +41,37 @@ class _BatchNorm(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float
     ) -> Tensor:
-        assert KERNELS is not None
-        y, statistics = torch.empty_like(x), torch.empty(2, x.shape[1], dtype=torch.float32, device="cpu")
-        pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), *_pair(statistics))
-        running = (mean.data_ptr(), variance.data_ptr(), momentum)
-        KERNELS.batch_norm_forward(*_rows(x), *pointers, *running, eps, threads(x))
+        y, statistics = normalise(x, weight, bias, mean, variance, momentum, eps)
         ctx.save_for_backward(x, weight, statistics)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert KERNELS is not None
-        x, weight, statistics = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
-        grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-        inputs = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), *_pair(statistics))
-        out = (grad_x.data_ptr(), grad_weight.data_ptr(), grad_bias.data_ptr())
-        KERNELS.batch_norm_backward(*_rows(x), *inputs, *out, threads(x))
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return *normalise_gradients(grad, *ctx.saved_tensors), None, None, None, None
+
+
+def normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Batch norm by the kernel, and the batch's statistics; updates the running ones, the mean and the variance."""
+    assert KERNELS is not None
+    y, statistics = torch.empty_like(x), torch.empty(2, x.shape[1], dtype=torch.float32, device="cpu")
+    pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), *_pair(statistics))
+    running = (mean.data_ptr(), variance.data_ptr(), momentum)
+    KERNELS.batch_norm_forward(*_rows(x), *pointers, *running, eps, threads(x))
+    return y, statistics
+
+
+def normalise_gradients(grad: Tensor, x: Tensor, weight: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients with respect to x, weight and bias; ``grad`` must lie in memory as x does."""
+    assert KERNELS is not None
+    grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    inputs = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), *_pair(statistics))
+    out = (grad_x.data_ptr(), grad_weight.data_ptr(), grad_bias.data_ptr())
+    KERNELS.batch_norm_backward(*_rows(x), *inputs, *out, threads(x))
+    return grad_x, grad_weight, grad_bias
 
 
 def _pair(statistics: Tensor) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
+from pcdeq.models import normed
 from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3, by_columns
 from pcdeq.recipes import ImageShape
 from pcdeq.rule import Gradient
@@ -157,7 +158,9 @@ class Network(nn.Sequential):
                 f"the network was built for images of shape {self.image_shape}, got a batch of shape "
                 f"{tuple(input.shape)}"
             )
-        return super().forward(input)
+        if not self.training or torch.compiler.is_compiling():
+            return super().forward(input)
+        return normed.run(list(self._modules.values()), input)  # pyright: ignore[reportArgumentType]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
         """Write config.json, model.safetensors and a model card, README.md, into a folder; return the folder.

@@ -104,6 +104,7 @@ UNUSUAL = {
     "no momentum": _set("deq_norm.momentum", None),
     "no parameters": _set("deq_norm", nn.BatchNorm1d(24, affine=False)),
     "no running statistics": _set("lift_norm", nn.BatchNorm1d(24, track_running_stats=False)),
+    "running statistics no longer kept": _set("lift_norm.track_running_stats", False),
     "another norm": _set("lift_norm", OtherNorm(24)),
     "a norm in float64": lambda model: model.lift.double() and model.lift_norm.double() and model.deq.double(),
     "plain iteration": _set("deq.solver", pcdeq.Picard()),

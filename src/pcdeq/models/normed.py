@@ -19,20 +19,19 @@ from pcdeq.layers import PcDEQ, PcDEQLinear
 from pcdeq.models.explicit import normalise, normalise_gradients
 from pcdeq.rule import Rule
 
+_BLOCK = (nn.BatchNorm1d, PcDEQLinear, nn.BatchNorm1d)
+
 
 def run(layers: list[nn.Module], x: Tensor) -> Tensor:
     """What the layers make of x, one after the other."""
-    at = 0
-    while at < len(layers):
-        norm = layers[at]
-        if type(norm) is nn.BatchNorm1d and at + 2 < len(layers):
-            _, layer, second = block = layers[at : at + 3]
-            if type(layer) is PcDEQLinear and type(second) is nn.BatchNorm1d and not any(map(_is_watched, block)):
-                rule = _rule_for_kernel(norm, layer, second, x)
-                if rule is not None:
-                    x, at = _run_block(norm, layer, second, rule, x), at + 3
-                    continue
-        x, at = norm(x), at + 1
+    while layers:
+        block = layers[:3]
+        usual = tuple(map(type, block)) == _BLOCK and not any(map(_is_watched, block))
+        rule = _rule_for_kernel(*block, x) if usual else None  # pyright: ignore[reportArgumentType]
+        if rule is None:
+            x, layers = layers[0](x), layers[1:]
+        else:
+            x, layers = _run_block(*block, rule, x), layers[3:]  # pyright: ignore[reportArgumentType]
     return x
 
 
@@ -62,16 +61,17 @@ def _rule_for_kernel(first: nn.BatchNorm1d, layer: PcDEQ, second: nn.BatchNorm1d
         return None
     features = x.shape[1]
     tensors = (t for norm in (first, second) for t in _tensors(norm))
-    return rule if all(is_plain(t) and len(t) == features for t in tensors) else None
+    return rule if all(t is not None and is_plain(t) and len(t) == features for t in tensors) else None
 
 
 def _is_usual(norm: nn.BatchNorm1d) -> bool:
-    return norm.training and norm.affine and norm.track_running_stats and norm.momentum is not None
+    tracks = norm.track_running_stats and norm._buffers["num_batches_tracked"] is not None
+    return norm.training and tracks and norm.momentum is not None
 
 
-def _tensors(norm: nn.BatchNorm1d) -> tuple[Tensor, ...]:
+def _tensors(norm: nn.BatchNorm1d) -> tuple[Tensor | None, ...]:
     parameters, buffers = norm._parameters, norm._buffers  # looked up this way they are found in half the time
-    return parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]  # pyright: ignore
+    return parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]
 
 
 def _run_block(first: nn.BatchNorm1d, layer: PcDEQ, second: nn.BatchNorm1d, rule: Rule, x: Tensor) -> Tensor:

@@ -127,6 +127,15 @@ def test_dead_host_is_passed_over(server: Server, monkeypatch):
     assert path.read_bytes() == CONTENT
 
 
+def test_dead_hosts_are_named_in_one_line(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        dead = f"http://127.0.0.1:{closed.server_port}/{NAME}"
+    offer(monkeypatch, dead)
+    with pytest.raises(DataError) as caught:
+        fetch("toy", quiet=True)
+    assert str(caught.value).startswith(f"could not download {NAME}: {dead} (no connection). Get the file")
+
+
 def test_cached_file_that_went_bad_is_replaced(server: Server, cache: Path, monkeypatch):
     offer(monkeypatch, server.url("good"))
     (cache / "toy").mkdir(parents=True)

@@ -213,11 +213,22 @@ def _download(file: RemoteFile, folder: Path, quiet: bool) -> Path:
                 )
             return Path(path)
         except (OSError, ValueError) as error:  # requests raises the one, a wrong checksum the other
-            failures.append(f"{url} ({str(error).split('. ')[0]})")
+            failures.append(f"{url} ({_reason(error)})")
     raise DataError(
         f"could not download {file.name}: {'; '.join(failures)}. Get the file by other means and name its "
         "folder with --data-dir or the environment variable PCDEQ_DATA"
     )
+
+
+def _reason(error: Exception) -> str:
+    """Why a download failed, in a few words."""
+    import requests
+
+    if isinstance(error, requests.Timeout):
+        return "no answer"
+    if isinstance(error, requests.ConnectionError):  # whose own words are a page of nested exceptions
+        return "no connection"
+    return str(error).split(". ")[0].split(" for url")[0]
 
 
 def _downloader(bar: Any) -> Any:  # pooch's own types for both are narrower than what it takes

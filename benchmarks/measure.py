@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import pcdeq
+from pcdeq.models.explicit import lay_out
 from pcdeq.training.adamw import AdamW
 
 TOL = 1e-4
@@ -68,10 +69,11 @@ class Contestant:
         self.batches = [(images.contiguous(memory_format=layout), labels) for images, labels in batches]
         self.turns = itertools.cycle(self.batches)
         self.model = model if method == "pcdeq" else with_peer(model, method, TOL, layout)
-        # Ours is that of our trainer. A rate of nearly 0: the weights stay those that were trained, the work is that of
-        # a step.
+        # Ours are layout and optimiser of our trainer. A rate of nearly 0: the weights stay those that were trained,
+        # the work is that of a step.
         options: dict[str, Any] = {"lr": 1e-12, "weight_decay": 0.0}
         if self.is_ours:
+            lay_out(self.model)
             self.optimizer = AdamW(self.model.parameters(), fused=True, **options)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)

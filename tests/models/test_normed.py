@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import pcdeq
 from pcdeq.errors import PcdeqError
 from pcdeq.kernels import KERNELS
-from pcdeq.models import L, normed
+from pcdeq.models import L
+from pcdeq.models.explicit import lay_out
 from pcdeq.solvers import fused
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="installed without a C compiler")
@@ -94,6 +95,12 @@ def _set(path, value):
     return change
 
 
+def _replace(module, name):
+    value = getattr(module, name).detach().clone()
+    delattr(module, name)
+    setattr(module, name, value)
+
+
 class OtherNorm(nn.BatchNorm1d):
     def forward(self, input):
         return 2 * super().forward(input)
@@ -114,6 +121,9 @@ UNUSUAL = {
     "an injection": _set("deq.injection", F.softplus),
     "statistics with gaps": lambda model: model.lift_norm.register_buffer("running_mean", torch.zeros(48)[::2]),
     "another forward": lambda model: setattr(model.deq, "forward", model.deq.inject),
+    "a plain tensor for a parameter": lambda model: _replace(model.lift_norm, "weight"),
+    "a plain tensor for a buffer": lambda model: _replace(model.lift_norm, "running_mean"),
+    "a plain tensor for the count": lambda model: _replace(model.lift_norm, "num_batches_tracked"),
     "no norm before": _set("lift_norm", nn.ReLU()),
 }
 
@@ -156,6 +166,13 @@ def test_autocast_and_evaluation_and_no_grad():
     assert not is_one_node(model.eval(), images)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own
+def test_a_layer_compiled_alone():
+    model, images = make(), torch.randn(5, 1, 6, 6)
+    model.deq.compile(backend="eager")
+    assert not is_one_node(model, images)
+
+
 def test_backward_called_inside_autocast():
     model, images = make(), torch.randn(5, 1, 6, 6)
     twin = copy.deepcopy(model)
@@ -179,12 +196,20 @@ def test_layers_that_users_add_are_run():
     assert float(model(100 * torch.randn(5, 1, 6, 6)).detach().abs().max()) <= 1
 
 
-def test_no_second_derivative():
-    model, images = make(solver=pcdeq.Anderson(tol=1e-6)), torch.randn(5, 1, 6, 6, requires_grad=True)
-    (grad,) = torch.autograd.grad(model(images).square().sum(), images, create_graph=True)
-    torch.testing.assert_close(grad, torch.autograd.grad(model(images).square().sum(), images)[0], rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize(
+    "trained", [("lift", "deq", "classifier"), ("deq_norm.bias", "classifier"), ("lift_norm.bias",)]
+)
+def test_no_second_derivative(trained):
+    """Whatever is trained: gradients that nobody can differentiate must say so, not be taken for constants."""
+    model, images = make(solver=pcdeq.Anderson(tol=1e-6)), torch.randn(5, 1, 6, 6)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    mine = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(model(images).logsumexp(1).sum(), mine, create_graph=True)
+    plain = torch.autograd.grad(model(images).logsumexp(1).sum(), mine)
+    torch.testing.assert_close(grads, plain, rtol=1e-3, atol=1e-3)
     with pytest.raises(PcdeqError, match="no second derivative"):
-        grad.sum().backward()
+        sum(grad.square().sum() for grad in grads).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -202,6 +227,14 @@ def test_saved_tensors_may_be_kept_elsewhere(dtype):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_saved_tensors_of_another_shape_are_refused():
+    model = make()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x[:1]):
+        out = model(torch.randn(5, 1, 6, 6)).square().sum()
+    with pytest.raises((PcdeqError, RuntimeError), match="shape"):
+        out.backward()
+
+
 def test_gradient_checkpoints():
     model, images = make(), torch.randn(5, 1, 6, 6, requires_grad=True)
     checkpoint(model, images, use_reentrant=False).sum().backward()
@@ -217,16 +250,23 @@ def test_parameters_that_are_not_trained():
     assert model.deq_norm.weight.grad is not None and model.deq.operator.weight_v.grad is None
 
 
-def test_the_wide_weight_stays_by_columns():
-    model = make()
-    for copied in (model, copy.deepcopy(model), pcdeq.freeze(model)):
-        assert copied.lift.weight.t().is_contiguous()
-    plain = nn.Linear(36, 24)
-    with torch.no_grad():
-        plain.weight.copy_(model.lift.weight)
-        plain.bias.copy_(model.lift.bias)
-    x = torch.randn(5, 36)
-    torch.testing.assert_close(model.lift(x), plain(x))
-    model(torch.randn(5, 1, 6, 6)).sum().backward()
+def test_a_solve_that_throws_leaves_the_second_norm_alone():
+    model = make(solver=pcdeq.Anderson(tol=1e-12, max_steps=2, throw=True))
+    with pytest.raises(PcdeqError):
+        model(torch.randn(5, 1, 6, 6))
+    assert int(model.deq_norm.num_batches_tracked) == 0
+
+
+def test_layout():
+    """Networks that are handed out are contiguous; the trainer's and frozen ones have wide weights by columns."""
+    model = L((80,), activation="tanh")
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    frozen = pcdeq.freeze(model)
+    plain = copy.deepcopy(model)
+    lay_out(model)
+    for network in (model, copy.deepcopy(model), frozen):
+        assert network.lift.weight.t().is_contiguous() and network.classifier.weight.is_contiguous()
+    images = torch.randn(5, 1, 28, 28)
+    torch.testing.assert_close(model(images), plain(images), rtol=1e-3, atol=1e-3)
+    model(images).square().sum().backward()
     assert model.lift.weight.grad.stride() == model.lift.weight.stride()
-    assert normed.run([], x) is x

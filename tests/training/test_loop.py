@@ -133,6 +133,22 @@ class TestResume:
         assert_same_state(whole, resume(half.path, epochs=4, progress="none"))
         assert Run.open(half.path).config.epochs == 4
 
+    @pytest.mark.parametrize(
+        "settings", [{}, {"optimizer": "adam"}, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}]
+    )
+    def test_a_checkpoint_in_another_layout(self, tiny, tmp_path, settings):
+        """As written before wide weights were laid out by columns: what an optimiser remembers must not be mixed up."""
+        config = replace(tiny, channels=(48,), **settings)
+        whole = train(config, progress="none")
+        half = train(replace(config, epochs=2, out=tmp_path / "half"), progress="none")
+        checkpoint = half.load()
+        turned = [value for state in checkpoint.optimizer["state"].values() for value in state.values()]
+        assert any(not value.is_contiguous() for value in turned)
+        for state in checkpoint.optimizer["state"].values():
+            state.update({name: value.contiguous() for name, value in state.items()})
+        half.save("last", checkpoint)
+        assert_same_state(whole, resume(half.path, epochs=4, progress="none"))
+
     @pytest.mark.parametrize("settings", [{}, {"row": "demo", "channels": (3, 4, 5), "lr_step": None, "augment": True}])
     def test_after_an_interruption_in_the_third_epoch(self, tiny, tmp_path, monkeypatch, settings):
         config = replace(tiny, validation=0.1, **settings)

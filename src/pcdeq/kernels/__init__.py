@@ -41,18 +41,17 @@ def in_memory(x: Tensor) -> bool:
     Not, that is, a subclass, which may hold its numbers elsewhere, nor one of torch's lazy tensors.
     """
     kind = type(x)
-    return (
-        (kind is Tensor or kind is Parameter)
-        and x.dtype is _FLOAT32
-        and x.is_cpu
-        and not x.is_neg()
-        and (x.data_ptr() != 0 or not x.numel())
-    )
+    if not (kind is Tensor or kind is Parameter) or x.dtype is not _FLOAT32 or not x.is_cpu or x.is_neg():
+        return False
+    try:
+        return x.data_ptr() != 0 or not x.numel()
+    except RuntimeError:  # sparse, or within one of torch.func's transforms
+        return False
 
 
 def is_plain(x: Tensor) -> bool:
     """The same, in torch's usual layout without gaps."""
-    return x.is_contiguous() and in_memory(x)
+    return in_memory(x) and x.is_contiguous()
 
 
 def is_native(x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models import normed
-from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3, by_columns
+from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 from pcdeq.recipes import ImageShape
 from pcdeq.rule import Gradient
 from pcdeq.solvers import Solver
@@ -224,7 +224,7 @@ class L(Network):
         (width,) = channels
         return {
             "flatten": nn.Flatten(),
-            "lift": by_columns(nn.Linear(math.prod(image_shape), width)),
+            "lift": nn.Linear(math.prod(image_shape), width),
             "lift_norm": nn.BatchNorm1d(width),
             "deq": cls.dense(width, **options),
             "deq_norm": nn.BatchNorm1d(width),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from pcdeq import native
+from pcdeq.errors import PcdeqError
 from pcdeq.implicit import no_autocast, once
 from pcdeq.kernels import is_plain
 from pcdeq.layers import PcDEQ, PcDEQLinear
@@ -39,6 +40,7 @@ def _is_watched(module: nn.Module) -> bool:
     """Whether somebody wants to know what goes into a module or comes out of it, or has changed what it does."""
     return bool(
         "forward" in module.__dict__
+        or module._compiled_call_impl is not None
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
@@ -59,26 +61,28 @@ def _rule_for_kernel(first: nn.BatchNorm1d, layer: PcDEQ, second: nn.BatchNorm1d
     rule = layer.rule_of_one_node(x)
     if rule is None or not native.applies(rule, x, *layer.operator.raw) or not native.is_usual(rule.adjoint_solver):
         return None
-    features = x.shape[1]
+    features = x.shape[1:]
     tensors = (t for norm in (first, second) for t in _tensors(norm))
-    return rule if all(t is not None and is_plain(t) and len(t) == features for t in tensors) else None
+    return rule if all(t is not None and t.shape == features and is_plain(t) for t in tensors) else None
 
 
 def _is_usual(norm: nn.BatchNorm1d) -> bool:
-    tracks = norm.track_running_stats and norm._buffers["num_batches_tracked"] is not None
+    tracks = norm.track_running_stats and norm._buffers.get("num_batches_tracked") is not None
     return norm.training and tracks and norm.momentum is not None
 
 
 def _tensors(norm: nn.BatchNorm1d) -> tuple[Tensor | None, ...]:
+    """What the norm has learned; None for what there is not."""
     parameters, buffers = norm._parameters, norm._buffers  # looked up this way they are found in half the time
-    return parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]
+    return parameters.get("weight"), parameters.get("bias"), buffers.get("running_mean"), buffers.get("running_var")
 
 
 def _run_block(first: nn.BatchNorm1d, layer: PcDEQ, second: nn.BatchNorm1d, rule: Rule, x: Tensor) -> Tensor:
+    options = ((first.momentum, first.eps), (second.momentum, second.eps))
+    out = _Block.apply(x, rule, options, *layer.operator.raw, *_tensors(first), *_tensors(second))
     for norm in (first, second):
         norm._buffers["num_batches_tracked"].add_(1)  # pyright: ignore[reportOptionalMemberAccess]
-    options = ((first.momentum, first.eps), (second.momentum, second.eps))
-    return _Block.apply(x, rule, options, *layer.operator.raw, *_tensors(first), *_tensors(second))  # pyright: ignore
+    return out  # pyright: ignore[reportReturnType]
 
 
 class _Block(torch.autograd.Function):
@@ -93,23 +97,26 @@ class _Block(torch.autograd.Function):
         rule.record_forward(solution)
         z = solution.value
         out, second = normalise(z, *norms[4:], *options[1])  # pyright: ignore[reportArgumentType]
-        ctx.save_for_backward(x, norms[0], first, y, weight, v, g, z, norms[4], second)
-        ctx.rule = rule
+        saved = (x, norms[0], first, y, weight, v, g, z, norms[4], second)
+        ctx.save_for_backward(*saved)
+        ctx.rule, ctx.shapes = rule, [t.shape for t in saved]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rule: Rule = ctx.rule
         saved = ctx.saved_tensors
+        # Hooks for saved tensors may give back others than they were given.
+        if [t.shape for t in saved] != ctx.shapes:
+            raise PcdeqError("a hook for saved tensors has given back a tensor of another shape")
         with torch.no_grad(), no_autocast("cpu"):
-            # Hooks for saved tensors may give back others than they were given.
             x, scale, first, y, weight, v, g, z, other_scale, second = map(_plain, saved)
             grad_z, *grads_second = normalise_gradients(_plain(grad), z, other_scale, second)
             solution, grad_y, grads = native.backward(rule, grad_z, z, weight, y, v, g)
             rule.record_backward(solution)
             rule.observe(z, rule.activation.slope_of_value, rule.bind(weight))  # pyright: ignore[reportArgumentType]
             grad_x, *grads_first = normalise_gradients(grad_y, x, scale, first)
-        found = once((grad_x, *grads, *grads_first, *grads_second), *saved)
+        found = once((grad_x, *grads, *grads_first, *grads_second), grad.new_zeros((), requires_grad=True))
         return found[0], None, None, *found[1:5], None, None, *found[5:], None, None
 
 

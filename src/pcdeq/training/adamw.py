@@ -97,7 +97,12 @@ class AdamW(torch.optim.AdamW):
     def _entry(self, parameter: Tensor, grad: Tensor) -> tuple[int, ...] | None:
         """How many numbers a parameter has, and where it, its gradient, its running means and its step lie."""
         state, seen = self.state.get(parameter), self._seen.get(parameter)
-        if not state or not in_memory(grad):
+        if not in_memory(grad):
+            return None
+        if grad.stride() != parameter.stride() and grad.shape == parameter.shape:
+            # In the parameter's order: torch's fused step, too, goes through memory without looking.
+            grad = parameter.grad = torch.empty_like(parameter).copy_(grad)
+        if not state:
             return None
         if seen is None or not seen.is_of(parameter, state):
             seen = _Seen.of(parameter, state)
@@ -123,12 +128,15 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> _Seen | None:
-        """Look closely."""
-        mean, square, step = tensors = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+        """Look closely; a state in another order in memory than the parameter, as from a file, is put into that."""
         shape, strides = parameter.shape, parameter.stride()
-        if not all(map(in_memory, (parameter, *tensors))) or step.numel() != 1 or not _has_no_gaps(parameter):
+        if not in_memory(parameter) or not _has_no_gaps(parameter):
             return None
-        if any(t.shape != shape or t.stride() != strides for t in (mean, square)):
+        for name in ("exp_avg", "exp_avg_sq"):
+            if in_memory(state[name]) and state[name].shape == shape and state[name].stride() != strides:
+                state[name] = torch.empty_like(parameter).copy_(state[name])
+        mean, square, step = tensors = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+        if not all(map(in_memory, tensors)) or step.numel() != 1 or mean.shape != shape or square.shape != shape:
             return None
         moments = (mean.data_ptr(), square.data_ptr(), step.data_ptr())
         return cls(parameter.numel(), shape, strides, parameter.data_ptr(), *tensors, moments)

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pcdeq.errors import UsageError
@@ -48,6 +48,17 @@ def make_optimizer(config: ResolvedConfig, model: nn.Module, device: torch.devic
         return kind(model.parameters(), **options)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"{kind.__name__} does not take these parameters or options: {error}") from error
+
+
+def lay_out_state(optimizer: Optimizer) -> None:
+    """Bring what an optimiser remembers of its parameters into their order in memory.
+
+    A checkpoint may be of another layout, and torch's fused steps on a CPU go through memory without looking.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _find_optimizer(name: str) -> type[Optimizer]:

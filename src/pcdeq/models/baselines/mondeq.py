@@ -18,7 +18,6 @@ from pcdeq.errors import UsageError
 from pcdeq.implicit import attach_gradient, no_autocast
 from pcdeq.models.baselines.monotone import ConvMonotone, DenseMonotone, Monotone, TieredMonotone
 from pcdeq.models.baselines.splitting import LARGEST_ALPHA, Method, Splitting, checked, search_alpha
-from pcdeq.models.explicit import by_columns
 from pcdeq.models.networks import LayerOptions, Network, head, solver_options
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Picard, Solver
@@ -125,7 +124,7 @@ class MonDEQL(Network):
         (width,) = channels
         return {
             "flatten": nn.Flatten(),
-            "lift": by_columns(nn.Linear(math.prod(image_shape), width)),
+            "lift": nn.Linear(math.prod(image_shape), width),
             "deq": MonDEQ(DenseMonotone(width), **solver_options("monDEQ", options)),
             "classifier": nn.Linear(width, num_classes),
         }

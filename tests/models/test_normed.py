@@ -140,7 +140,7 @@ def test_what_is_unusual_goes_layer_by_layer(unusual):
     assert torch.equal(model(images), layer_by_layer(copy.deepcopy(model), images))
 
 
-def test_hooks_see_what_they_would(monkeypatch):
+def test_hooks_see_what_they_would():
     images = torch.randn(5, 1, 6, 6)
     for name in ("lift_norm", "deq", "deq_norm"):
         for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
@@ -228,17 +228,21 @@ def test_saved_tensors_may_be_kept_elsewhere(dtype):
 
 
 def test_saved_tensors_of_another_shape_are_refused():
+    """Only the block's: of the statistics of a norm, which have a shape of their own, a part is given back."""
     model = make()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x[:1]):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x[:1] if x.shape == (2, 24) else x):
         out = model(torch.randn(5, 1, 6, 6)).square().sum()
-    with pytest.raises((PcdeqError, RuntimeError), match="shape"):
+    with pytest.raises(PcdeqError, match="another shape"):
         out.backward()
 
 
 def test_gradient_checkpoints():
-    model, images = make(), torch.randn(5, 1, 6, 6, requires_grad=True)
-    checkpoint(model, images, use_reentrant=False).sum().backward()
-    assert bool(images.grad.isfinite().all())
+    model, images = make(), torch.randn(5, 1, 6, 6)
+    twin = copy.deepcopy(model)
+    checkpoint(model, images, use_reentrant=False).square().sum().backward()
+    twin(images).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_parameters_that_are_not_trained():

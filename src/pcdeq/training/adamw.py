@@ -99,9 +99,8 @@ class AdamW(torch.optim.AdamW):
         state, seen = self.state.get(parameter), self._seen.get(parameter)
         if not in_memory(grad):
             return None
-        if grad.stride() != parameter.stride() and grad.shape == parameter.shape:
-            # In the parameter's order: torch's fused step, too, goes through memory without looking.
-            grad = parameter.grad = torch.empty_like(parameter).copy_(grad)
+        if grad.stride() != parameter.stride():
+            grad = parameter.grad = in_order_of(parameter, grad)
         if not state:
             return None
         if seen is None or not seen.is_of(parameter, state):
@@ -133,10 +132,9 @@ class _Seen(NamedTuple):
         if not in_memory(parameter) or not _has_no_gaps(parameter):
             return None
         for name in ("exp_avg", "exp_avg_sq"):
-            if in_memory(state[name]) and state[name].shape == shape and state[name].stride() != strides:
-                state[name] = torch.empty_like(parameter).copy_(state[name])
+            state[name] = in_order_of(parameter, state[name])
         mean, square, step = tensors = (state["exp_avg"], state["exp_avg_sq"], state["step"])
-        if not all(map(in_memory, tensors)) or step.numel() != 1 or mean.shape != shape or square.shape != shape:
+        if not all(map(in_memory, tensors)) or step.numel() != 1 or not mean.shape == square.shape == shape:
             return None
         moments = (mean.data_ptr(), square.data_ptr(), step.data_ptr())
         return cls(parameter.numel(), shape, strides, parameter.data_ptr(), *tensors, moments)
@@ -151,6 +149,16 @@ class _Seen(NamedTuple):
             and state["exp_avg_sq"] is self.square
             and state["step"] is self.step
         )
+
+
+def in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """A tensor of the parameter's shape, with its numbers in memory in the parameter's order; any other as it is.
+
+    torch's fused steps on a CPU go through memory without looking, and so does our kernel.
+    """
+    if value.shape != parameter.shape or value.layout != parameter.layout or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _has_no_gaps(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pcdeq.errors import UsageError
 from pcdeq.recipes import ResolvedConfig
-from pcdeq.training.adamw import AdamW
+from pcdeq.training.adamw import AdamW, in_order_of
 
 WARM_UP = 0.2  # part of a one-cycle run in which the rate rises
 START = 1 / 25  # of the peak rate, where it begins
@@ -51,14 +51,9 @@ def make_optimizer(config: ResolvedConfig, model: nn.Module, device: torch.devic
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Bring what an optimiser remembers of its parameters into their order in memory.
-
-    A checkpoint may be of another layout, and torch's fused steps on a CPU go through memory without looking.
-    """
+    """Bring what an optimiser remembers of its parameters into their order in memory: a checkpoint may have another."""
     for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+        state.update({k: in_order_of(parameter, v) for k, v in state.items() if isinstance(v, Tensor)})
 
 
 def _find_optimizer(name: str) -> type[Optimizer]:

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 import pcdeq
 from pcdeq.data import Batches, Dataset, load_dataset
-from pcdeq.guarantees.certify import robustness_curve
 from pcdeq.models import equilibrium_layers
 from pcdeq.models.networks import Preprocessing
+from pcdeq.proofs.certify import robustness_curve
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Network, data and how many test images.

@@ -15,7 +15,7 @@ import torch
 
 import pcdeq
 from pcdeq.data import load_dataset
-from pcdeq.guarantees.certify import Certificate, class_decided
+from pcdeq.proofs.certify import Certificate, class_decided
 
 RADIUS = 0.02  # in each pixel, which go from 0 to 1
 

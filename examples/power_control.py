@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pcdeq
-from pcdeq.guarantees import theory
+from pcdeq import theory
 
 USERS, CELLS = 16, 4
 PEAK = 0.2  # W, of a mobile

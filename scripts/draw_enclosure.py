@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 import pcdeq
-from pcdeq.enclosure import enclose_near
+from pcdeq.proofs.order import enclose_near
 
 TARGET = Path(__file__).parents[1] / "docs" / "img" / "enclosure.png"
 STEPS = 14

@@ -11,22 +11,22 @@ from pcdeq.errors import PcdeqError
 
 if TYPE_CHECKING:
     from pcdeq.activations import Activation
-    from pcdeq.enclosure import Enclosure
-    from pcdeq.guarantees.certify import certify
-    from pcdeq.guarantees.check import check
     from pcdeq.implicit import fixed_point
     from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
     from pcdeq.models import build, freeze, load_reference
     from pcdeq.operators import LinearMap, Operator, project_
+    from pcdeq.proofs.certify import certify
+    from pcdeq.proofs.check import check
+    from pcdeq.proofs.order import Enclosure
     from pcdeq.recipes import TrainConfig
     from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
     from pcdeq.training import load, train
 
 _HOMES = {
     "pcdeq.activations": ("Activation",),
-    "pcdeq.enclosure": ("Enclosure",),
-    "pcdeq.guarantees.certify": ("certify",),
-    "pcdeq.guarantees.check": ("check",),
+    "pcdeq.proofs.order": ("Enclosure",),
+    "pcdeq.proofs.certify": ("certify",),
+    "pcdeq.proofs.check": ("check",),
     "pcdeq.implicit": ("fixed_point",),
     "pcdeq.layers": ("PcDEQ", "PcDEQConv1d", "PcDEQConv2d", "PcDEQConv3d", "PcDEQLinear"),
     "pcdeq.models": ("build", "freeze", "load_reference"),

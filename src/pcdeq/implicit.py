@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from pcdeq import native
-from pcdeq.enclosure import solve_certified, solve_to_bound
 from pcdeq.equation import Equation, like
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.operators import LinearMap
+from pcdeq.proofs.gradient import adjoint_distance
+from pcdeq.proofs.order import solve_certified, solve_to_bound
 from pcdeq.rule import Rule
-from pcdeq.sensitivity import adjoint_distance
 from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, Weight, report
 from pcdeq.warmstart import WarmStart
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from pcdeq import native
 from pcdeq.activations import Activation, as_activation
-from pcdeq.enclosure import Enclosure, enclose_near, enclose_tightly, refine, solve_decided
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import equilibrium, implicit_equilibrium, no_autocast, solve_equation
 from pcdeq.injection import Relu, Softplus
 from pcdeq.operators import Conv, Dense, LinearMap, Operator
-from pcdeq.rates import Rate, a_priori_rate
+from pcdeq.proofs.gradient import GradientEnclosure, enclose_gradient
+from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, refine, solve_decided
+from pcdeq.proofs.rates import Rate, a_priori_rate
 from pcdeq.rule import GRADIENTS, Gradient, Rule
-from pcdeq.sensitivity import GradientEnclosure, enclose_gradient
 from pcdeq.solvers import Anderson, Newton, Solution, Solver, report
 from pcdeq.solvers.solution import per_sample
 from pcdeq.solving import SolvingLayer

@@ -53,7 +53,7 @@ def test_both_forms_are_the_network(kind, channels):
 
 def test_the_exact_network_is_the_proved_one():
     # The reference that bounds are tested against lies in the box that is proved around the exact logits.
-    from pcdeq.guarantees.intervals import Box, push
+    from pcdeq.proofs.intervals import Box, push
 
     model, images = network(), torch.randint(256, (3, *SHAPE), dtype=torch.uint8)
     box = Box.of(COLOUR(images).double())

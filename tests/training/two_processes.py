@@ -12,8 +12,8 @@ from torch import nn
 from pcdeq.cli import leave, main
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import equilibrium_layers
-from pcdeq.training.loop import add_gradients
 from pcdeq.training.tally import Tally
+from pcdeq.training.trainer import add_gradients
 
 BATCHES = (10, 7, 5)  # even and uneven shares
 

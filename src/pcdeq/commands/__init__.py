@@ -11,8 +11,8 @@ from typing import Annotated, get_type_hints
 from tyro.conf import arg
 
 from pcdeq.commands.export import Export
-from pcdeq.commands.guarantees import Certify, Check
 from pcdeq.commands.listing import Data, List
+from pcdeq.commands.proving import Certify, Check
 from pcdeq.commands.reproduction import Report, Reproduce
 from pcdeq.commands.shared import Command
 from pcdeq.commands.training import Evaluate, Predict, Train

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pcdeq.data.progress import download_progress
+from pcdeq.data.downloads import download_progress
 from pcdeq.errors import DataError, UsageError
 
 CONNECT_SECONDS = 10.0  # a dead host must not hold up the mirror behind it for long

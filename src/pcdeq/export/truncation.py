@@ -26,7 +26,7 @@ from pcdeq.errors import PcdeqError
 from pcdeq.export.graph import Equilibrium, FixedSteps, Graph, Loop, fixed_graph, loop_graph
 from pcdeq.models import Network, freeze
 from pcdeq.models.frozen import FrozenPcDEQ
-from pcdeq.rates import a_priori_rate
+from pcdeq.proofs.rates import a_priori_rate
 from pcdeq.solvers import Anderson
 
 # With a slower rate than this, T4 asks for more steps than anybody wants.

@@ -14,11 +14,11 @@ from statistics import fmean
 import torch
 
 from pcdeq.errors import PcdeqError
-from pcdeq.guarantees.asymptotic import asymptotic_mapping
 from pcdeq.recipes import rows
 from pcdeq.report.curves import families
 from pcdeq.report.studies import Subject, exact, find_subjects, trace
 from pcdeq.report.tables import Line, collect
+from pcdeq.theory.asymptotic import asymptotic_mapping
 from pcdeq.training import Run
 
 SETTLED = 10  # the epoch with which the last one is compared

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 from pcdeq.data import Dataset
-from pcdeq.guarantees.certify import Certificate
+from pcdeq.proofs.certify import Certificate
 from pcdeq.recipes import find_row
 from pcdeq.report.charts import BLUE, GREEN, ORANGE, finish, new_figure
 from pcdeq.training import Evaluation, Run

@@ -15,16 +15,16 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from pcdeq.data import load_dataset
-from pcdeq.enclosure import enclose_near
 from pcdeq.equation import Equation
 from pcdeq.errors import ConvergenceWarning
-from pcdeq.guarantees.metrics import thompson
 from pcdeq.models import Network, pcdeq_layers
-from pcdeq.rates import a_priori_rate
+from pcdeq.proofs.order import enclose_near
+from pcdeq.proofs.rates import a_priori_rate
 from pcdeq.report.charts import BLUE, COLOURS, GREEN, LABELS, ORANGE, STYLES, Chart, finish, new_figure
 from pcdeq.report.curves import NETWORKS, families
 from pcdeq.report.tables import Line
 from pcdeq.solvers import Anderson, Picard
+from pcdeq.theory.metrics import thompson
 from pcdeq.training import load, spread
 from pcdeq.training.pretrained import is_pretrained
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from pcdeq.reproduce.plan import Job
 from pcdeq.reproduce.worker import Pulse
 from pcdeq.training import EpochMetrics
-from pcdeq.training.progress import describe_epoch
+from pcdeq.training.display import describe_epoch
 
 REFRESH_SECONDS = 1.0
 FINISHED_SHOWN = 5  # of many finished runs the last few

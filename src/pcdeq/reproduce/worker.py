@@ -17,7 +17,7 @@ from pathlib import Path
 from pcdeq.errors import PcdeqError
 from pcdeq.reproduce.plan import Job
 from pcdeq.training import resume, summarise, train
-from pcdeq.training.progress import Silence
+from pcdeq.training.display import Silence
 
 HEARTBEAT_SECONDS = 1.0
 INTERRUPTED = 130

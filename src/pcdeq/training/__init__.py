@@ -2,10 +2,10 @@
 
 from pcdeq.training.evaluation import Evaluation, evaluate
 from pcdeq.training.loading import load
-from pcdeq.training.loop import Interrupted, resume, train
 from pcdeq.training.pretrained import pretrained_names
 from pcdeq.training.run import Checkpoint, EpochMetrics, Run, find_runs
 from pcdeq.training.summary import Summary, read_summary, spread, summarise
+from pcdeq.training.trainer import Interrupted, resume, train
 
 __all__ = [
     "Checkpoint",

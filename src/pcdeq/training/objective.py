@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcdeq.guarantees.robust import worst_case_scores
 from pcdeq.models import Preprocessing
+from pcdeq.proofs.worst_case import worst_case_scores
 from pcdeq.recipes import ResolvedConfig
 
 # From a model, images and labels: their scores, the sum of their losses, and what to descend.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pcdeq.data import Dataset, load_dataset
 from pcdeq.errors import DataError, UsageError
-from pcdeq.guarantees.certify import certify
+from pcdeq.proofs.certify import certify
 from pcdeq.training.loading import load
 from pcdeq.training.run import Run
 

@@ -21,7 +21,7 @@ from problems import (
 import pcdeq
 from pcdeq.errors import ConvergenceWarning
 from pcdeq.implicit import solve_adjoint
-from pcdeq.sensitivity import adjoint_distance
+from pcdeq.proofs.gradient import adjoint_distance
 
 
 def exact_gradient(operator, activation, layer, x, grad):

@@ -11,7 +11,7 @@ from pcdeq.commands.shared import Flag, RunFolder, print_table, track
 from pcdeq.errors import PcdeqError, UsageError
 
 if TYPE_CHECKING:
-    from pcdeq.guarantees.check import LayerReport
+    from pcdeq.proofs.check import LayerReport
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Certify:
     def run(self) -> None:
         """Certify, print, and draw the margins."""
         from pcdeq.data import load_dataset
-        from pcdeq.guarantees.certify import BATCH, Certificate, certify, robustness_curve
+        from pcdeq.proofs.certify import BATCH, Certificate, certify, robustness_curve
         from pcdeq.report import figures
         from pcdeq.training import Run, load, spread
 
@@ -97,7 +97,7 @@ class Check:
     def run(self) -> None:
         """Audit and print; fails where a guarantee does not hold."""
         from pcdeq.data import load_dataset
-        from pcdeq.guarantees.check import check
+        from pcdeq.proofs.check import check
         from pcdeq.training import Run, load
 
         run = Run.open(self.folder)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.asymptotic import asymptotic_mapping
-from pcdeq.guarantees.mappings import Like, Map, origin, value_of
-from pcdeq.guarantees.order import is_upper
-from pcdeq.guarantees.spectral import Eigenpair, spectral_radius
+from pcdeq.theory.asymptotic import asymptotic_mapping
+from pcdeq.theory.bounds import is_upper
+from pcdeq.theory.mappings import Like, Map, origin, value_of
+from pcdeq.theory.spectral import Eigenpair, spectral_radius
 
 
 @dataclass(frozen=True, eq=False)

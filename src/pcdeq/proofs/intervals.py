@@ -3,7 +3,7 @@
 A box [lower, upper] holds the exact value at some place of the network: the value that the stored
 parameters give in real arithmetic. Every rule here keeps that true, by moving its result outward by
 more than its own rounding can be. Affine layers use centre and radius; monotone ones map the two ends;
-an equilibrium layer is monotone too (T8), and its own ends come with a proof (`pcdeq.enclosure`).
+an equilibrium layer is monotone too (T8), and its own ends come with a proof (`pcdeq.proofs.order`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcdeq.enclosure import SINGLE_PRECISION, enclose_near
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import solve_equation
 from pcdeq.layers import PcDEQ
+from pcdeq.proofs.order import SINGLE_PRECISION, enclose_near
 from pcdeq.solvers import Anderson
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pcdeq import Picard, fixed_point
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.theory import (
+from pcdeq.theory import (
     Sampling,
     asymptotic_mapping,
     check_concave,

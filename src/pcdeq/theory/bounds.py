@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pcdeq.enclosure import Enclosure
-from pcdeq.guarantees.mappings import Map, require_cone, rounding, value_of
+from pcdeq.proofs.order import Enclosure
+from pcdeq.theory.mappings import Map, require_cone, rounding, value_of
 
 # How far from its point `enclose_map` looks: a factor of 1 + 4^10.
 WIDEST = 4.0**10

@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 BACKWARD_INSIDE_AUTOCAST = """
 import torch, pcdeq
 from problems import make_input, make_layer
-from test_gradients import assert_relatively_close, gradients
+from test_implicit import assert_relatively_close, gradients
 for solver in (pcdeq.Picard(), pcdeq.Anderson()):
     for operator in ("dense", "conv2d", "graph", "circulant"):
         layer = make_layer(operator, "tanh", gain=0.9, dtype=torch.float32, solver=solver).eval()

@@ -25,8 +25,8 @@ from problems import (
 )
 
 import pcdeq
-from pcdeq.enclosure import enclose_near, is_lower, is_upper, rounding_margin
 from pcdeq.errors import ConvergenceWarning, UsageError
+from pcdeq.proofs.order import enclose_near, is_lower, is_upper, rounding_margin
 from pcdeq.solvers import Outcome
 
 seeds = st.integers(0, 2**32 - 1)

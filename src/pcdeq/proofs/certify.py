@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pcdeq.enclosure import Enclosure, full_precision
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.intervals import Box, push
+from pcdeq.proofs.intervals import Box, push
+from pcdeq.proofs.order import Enclosure, full_precision
 
 # float32 decides most images; for the rest bounds are computed in float64, at last around a tighter solve.
 ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))

@@ -8,10 +8,10 @@ from torch import nn
 
 import pcdeq
 from pcdeq.errors import ConvergenceWarning, UsageError
-from pcdeq.guarantees import certify as certify_module
-from pcdeq.guarantees import intervals
-from pcdeq.guarantees.intervals import Box, push
 from pcdeq.models import build, equilibrium_layers
+from pcdeq.proofs import certify as certify_module
+from pcdeq.proofs import intervals
+from pcdeq.proofs.intervals import Box, push
 
 ROWS = ["pcdeq-1-l-tanh", "pcdeq-1-sc-softsign", "pcdeq-1-mc-relu6", "pcdeq-2-mc-sigmoid"]
 

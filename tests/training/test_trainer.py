@@ -22,9 +22,9 @@ from pcdeq.layers import PcDEQLinear
 from pcdeq.models import MC, equilibrium_layers
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Interrupted, Run, load, loop, resume, train
-from pcdeq.training.loop import add_gradients
 from pcdeq.training.optim import learning_rate, make_optimizer
 from pcdeq.training.tally import Tally
+from pcdeq.training.trainer import add_gradients
 
 
 def assert_same_state(first: Run, second: Run) -> None:

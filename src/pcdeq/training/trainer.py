@@ -30,10 +30,10 @@ from pcdeq.errors import ConvergenceWarning, PcdeqError, UsageError
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import equilibrium_layers
 from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
+from pcdeq.training.display import Display, ProgressKind, Silence, make_display
 from pcdeq.training.evaluation import Device, measure
 from pcdeq.training.objective import Objective, objective_after, plain_loss
 from pcdeq.training.optim import learning_rate
-from pcdeq.training.progress import Display, ProgressKind, Silence, make_display
 from pcdeq.training.run import EpochMetrics, Run
 from pcdeq.training.session import Session, open_session, seed_everything
 from pcdeq.training.tally import Tally

@@ -8,8 +8,8 @@ import torch
 
 from pcdeq.cli import main
 from pcdeq.data import load_dataset
-from pcdeq.guarantees.certify import certify
 from pcdeq.operators import Operator
+from pcdeq.proofs.certify import certify
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Run, load, train
 

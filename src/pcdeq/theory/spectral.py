@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.asymptotic import AsymptoticMapping, vanishes
-from pcdeq.guarantees.mappings import Like, Map, origin, rounding, value_of
 from pcdeq.layers import PcDEQ
+from pcdeq.theory.asymptotic import AsymptoticMapping, vanishes
+from pcdeq.theory.mappings import Like, Map, origin, rounding, value_of
 
 # Positive maps added to one that may be reducible, relative to its size, one after another.
 PERTURBATIONS = (0.0, 1e-4, 1e-6, 1e-9, 1e-12)

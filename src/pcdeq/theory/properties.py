@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.mappings import Like, Map, origin, rounding, value_of
+from pcdeq.theory.mappings import Like, Map, origin, rounding, value_of
 
 # Factors by which floating point multiplies without rounding, so that equality is not blurred.
 EXACT_FACTORS = (2.0, 16.0, 1024.0)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcdeq.enclosure import Enclosure, full_precision, largest, product_margin
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.operators import LinearMap
+from pcdeq.proofs.order import Enclosure, full_precision, largest, product_margin
 from pcdeq.solvers.solution import per_sample
 
 # Terms of a series before it is given up; one with a spectral radius of 0.97 needs about so many.

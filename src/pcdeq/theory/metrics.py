@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.mappings import require_cone
+from pcdeq.theory.mappings import require_cone
 
 
 def thompson(x: Tensor, y: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ A map is a function of one point, fn(z) of the shape of z >= 0. What can be aske
 ``examples/power_control.py`` goes through all of it, where the theory comes from: wireless networks.
 """
 
-from pcdeq.guarantees.asymptotic import AsymptoticMapping, Limit, asymptotic_mapping
-from pcdeq.guarantees.existence import Existence, has_fixed_point
-from pcdeq.guarantees.metrics import hilbert, thompson
-from pcdeq.guarantees.order import enclose_map, is_lower, is_upper, scaling_bounds
-from pcdeq.guarantees.properties import (
+from pcdeq.theory.asymptotic import AsymptoticMapping, Limit, asymptotic_mapping
+from pcdeq.theory.bounds import enclose_map, is_lower, is_upper, scaling_bounds
+from pcdeq.theory.existence import Existence, has_fixed_point
+from pcdeq.theory.metrics import hilbert, thompson
+from pcdeq.theory.properties import (
     Counterexample,
     Sampling,
     Verdict,
@@ -27,7 +27,7 @@ from pcdeq.guarantees.properties import (
     check_positive,
     check_scalable,
 )
-from pcdeq.guarantees.spectral import Eigenpair, conditional_eigenvector, spectral_radius
+from pcdeq.theory.spectral import Eigenpair, conditional_eigenvector, spectral_radius
 
 __all__ = [
     "AsymptoticMapping",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pcdeq.equation import Equation
-from pcdeq.guarantees.mappings import Map, require_cone, value_of
 from pcdeq.layers import PcDEQ
+from pcdeq.theory.mappings import Map, require_cone, value_of
 
 RATIO = 2.0**8
 LARGEST_SCALE = 2.0**96

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import pcdeq
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.robust import Bounds, propagate, worst_case_scores
 from pcdeq.models import build, equilibrium_layers
+from pcdeq.proofs.worst_case import Bounds, propagate, worst_case_scores
 
 ROWS = [f"pcdeq-{kind}-{size}" for size in ("l", "sc", "mc") for kind in ("1", "2")]
 ACTIVATIONS = {"1": ("relu6", "tanh", "softsign"), "2": ("sigmoid",)}

@@ -177,8 +177,9 @@ class TestExact:
     def test_whatever_the_forward_solver(self, solver, stop):
         layer, x = smooth_case("dense", "softsign")
         expected = gradients(layer, x)
-        other, _ = smooth_case("dense", "softsign")
-        other = make_layer("dense", "softsign", gain=0.6, solver=solver(tol=1e-10, stop=stop, max_steps=500))
+        options = {"tol": 1e-10, "max_steps": 500}
+        chosen = pcdeq.Certified(solver(**options)) if stop == "certified" else solver(stop=stop, **options)
+        other = make_layer("dense", "softsign", gain=0.6, solver=chosen)
         other.load_state_dict(layer.state_dict())
         assert_relatively_close(gradients(other, x), expected, 1e-8)
 
@@ -526,8 +527,8 @@ class TestFixedPoint:
             pcdeq.fixed_point(torch.cos, torch.zeros(2, dtype=torch.int64))
 
     def test_the_certified_rule_is_refused(self):
-        with pytest.raises(UsageError, match="certified"):
-            pcdeq.fixed_point(torch.cos, torch.zeros(2), solver=pcdeq.Picard(stop="certified"))
+        with pytest.raises(UsageError, match="Certified"):
+            pcdeq.fixed_point(torch.cos, torch.zeros(2), solver=pcdeq.Certified(pcdeq.Picard()))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     @pytest.mark.parametrize("solver", [pcdeq.Picard(max_steps=2000), pcdeq.Anderson(memory=2)])

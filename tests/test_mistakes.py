@@ -57,9 +57,9 @@ def test_limits_may_be_numbers():
 
 
 def test_a_question_with_too_many_answers():
-    layer, solver = pcdeq.PcDEQLinear(4), pcdeq.Anderson(stop="decided")
+    layer, solver = pcdeq.PcDEQLinear(4), pcdeq.Anderson()
     with pytest.raises(UsageError, match=r"one truth value a sample, shape \(2,\), not torch.bool of shape \(2, 4\)"):
-        layer.solve(torch.rand(2, 4), solver=solver, decided=lambda box: box.lower > 0.5)
+        layer.solve(torch.rand(2, 4), solver=solver, until=lambda box: box.lower > 0.5)
 
 
 def test_pixels_from_zero_to_one():

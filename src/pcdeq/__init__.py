@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
     from pcdeq.models import build, freeze, load_reference
     from pcdeq.operators import LinearMap, Operator, project_
+    from pcdeq.proofs.certified import Certified
     from pcdeq.proofs.certify import certify
     from pcdeq.proofs.check import check
     from pcdeq.proofs.order import Enclosure
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "pcdeq.activations": ("Activation",),
+    "pcdeq.proofs.certified": ("Certified",),
     "pcdeq.proofs.order": ("Enclosure",),
     "pcdeq.proofs.certify": ("certify",),
     "pcdeq.proofs.check": ("check",),
@@ -40,6 +42,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Activation",
     "Anderson",
+    "Certified",
     "Enclosure",
     "LinearMap",
     "Newton",

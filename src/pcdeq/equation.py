@@ -1,4 +1,4 @@
-"""The equation z = s(Wz + x) itself: one map, one activation, one batch of inputs."""
+"""The equation z = s(Wz + x) and its adjoint u = D(Wᵀu + v): the same kind of map, and the same kind of problem."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pcdeq.activations import Activation
+from pcdeq.activations import ROUNDINGS, Activation
 from pcdeq.errors import UsageError
+from pcdeq.kernels.binding import Form
 from pcdeq.operators import LinearMap
-from pcdeq.solvers import Guess, Pieces, Problem, Weight
+from pcdeq.solvers import Problem
 
 # Newton's method makes one matrix of this many rows per sample.
 LARGEST_MATRIX = 4096
@@ -39,21 +40,32 @@ class Equation:
         """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""
         return self.activation.value(self.x)
 
-    def problem(self, guess: Guess | None = None) -> Problem:
+    def start(self, guess: Tensor | None) -> Tensor:
+        """s(guess + x) for a guess of Wz*; g(0) without one."""
+        return self.at_zero() if guess is None else self.activation.value(guess + self.x)
+
+    def problem(self, guess: Tensor | None = None) -> Problem:
         """What a solver needs, starting at s(guess + x) for a guess of Wz*, by default at g(0).
 
         Either start is the result of a step whose product came for free, so it counts as one.
         """
-        name = self.activation.name if self.activation.builtin else "custom"
-        weight = None if self.map.native is None else Weight(self.map.native, self.map.weight)
-        pieces = Pieces(self.product, self.activation.value, self.x, name, guess=guess, weight=weight)
-        return Problem(self, steps=1, box=self.box(), jacobian=self.jacobian, pieces=pieces)
+        form = None
+        if self.map.kind is not None and self.activation.builtin:
+            form = Form(self.map.kind, self.map.weight, False, self.activation.name, self.x)
+        return Problem(self, lambda: self.start(guess), 1, self.box(), self.jacobian, form, guess)
 
     def slope(self, z: Tensor) -> Tensor:
         """s'(Wz + x), where z is a value of the map."""
         if self.activation.slope_of_value is not None:
             return self.activation.slope_of_value(z)
         return self.activation.derivative(self.product(z) + self.x)
+
+    def value_and_slope(self, product: Tensor) -> tuple[Tensor, Tensor]:
+        """s(p + x) and s'(p + x) for a product p."""
+        value = self.activation.value(product + self.x)
+        if self.activation.slope_of_value is not None:
+            return value, self.activation.slope_of_value(value)
+        return value, self.activation.derivative(product + self.x)
 
     def jacobian(self, z: Tensor) -> Tensor:
         """The matrices diag(s'(Wz + x)) W, (samples, n, n)."""
@@ -69,7 +81,7 @@ class Equation:
         Without a supremum, b is a t with s(‖W‖ t + max x) <= t, ‖W‖ the largest row sum: it exists
         because s(y)/y -> 0, and the box [0, t] is then mapped into itself (T6).
         """
-        if self.activation.supremum < torch.inf:
+        if self.activation.supremum < torch.inf or not len(self.x):
             return 0.0, self.activation.supremum
         with torch.no_grad():
             dims = tuple(range(1, self.x.ndim))
@@ -82,6 +94,66 @@ class Equation:
                     break
                 bound = torch.where(outside, 2 * bound, bound)
         return torch.zeros_like(bound), bound
+
+    def margin(self, z: Tensor) -> float:
+        """A bound on the relative rounding error of one evaluation at a point like z (T9).
+
+        All terms of Wz + x are nonnegative, so the sum's error is relative: at most half an eps for each
+        rounding. s is concave with s(0) >= 0, so it does not enlarge a relative error; its own evaluation
+        is given 16 eps. A custom s that needs more is refused.
+        """
+        activation = self.activation
+        if not activation.builtin and activation.loses_digits_at is not None:
+            raise UsageError(
+                f"activation '{activation.name}' loses digits near y = {activation.loses_digits_at:.1g}, so nothing "
+                "can be proved with it: write it without a difference of nearly equal numbers, as -torch.expm1(-y) "
+                "for 1 - exp(-y)"
+            )
+        return product_margin(self.map, z)
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """u = D(Wᵀu + v), D = diag(slope): at the equilibrium z*, u is the gradient of <v, z*> with respect to x (T5)."""
+
+    map: LinearMap
+    slope: Tensor
+    grad: Tensor
+
+    def __call__(self, u: Tensor) -> Tensor:
+        return self.slope * (self.pull(u) + self.grad)
+
+    def pull(self, u: Tensor) -> Tensor:
+        """Wᵀu."""
+        return like(u, self.map.adjoint(u))
+
+    def problem(self) -> Problem:
+        """What a solver needs; the first iterate is D v."""
+        form = None
+        if self.map.kind is not None:
+            form = Form(self.map.kind, self.map.weight, True, "linear", self.grad, self.slope)
+        return Problem(self, lambda: self.slope * self.grad, form=form)
+
+    def papers_problem(self) -> Problem:
+        """The same in y = Wᵀu + v, u = Dy, started at v: what the paper iterates."""
+        return Problem(lambda y: self.pull(self.slope * y) + self.grad, self.grad)
+
+    def scaled(self) -> tuple[Adjoint, Tensor]:
+        """The equation for a v of about 1 in each sample, and the factor that takes its solution back.
+
+        The equation is linear, so nothing changes but that numbers near the ends of the floating point range are kept
+        away from them; a power of 2 rounds nothing.
+        """
+        dims = tuple(range(1, self.grad.ndim))
+        peak = self.grad.abs().amax(dims, keepdim=True) if self.grad.numel() else self.grad
+        exponent = torch.frexp(torch.nan_to_num(peak, nan=1.0, posinf=1.0)).exponent.clamp(-126, 126)
+        factor = torch.ldexp(torch.ones_like(peak), exponent)
+        return replace(self, grad=self.grad / factor), factor
+
+
+def product_margin(linear: LinearMap, z: Tensor) -> float:
+    """The relative rounding error of one product of nonnegative numbers, and of a little that follows it."""
+    return (linear.terms(z.shape[1:]) / 2 + ROUNDINGS) * torch.finfo(z.dtype).eps
 
 
 def like(z: Tensor, product: Tensor) -> Tensor:

@@ -1,28 +1,31 @@
-"""The gradient of an equilibrium: the one autograd function of the package, and its cheap variants.
+"""The gradient of an equilibrium: the one autograd function for them, its cheap variants, and any map's fixed point.
 
 At z = s(Wz + x), with D = diag(s'(Wz + x)) and J = DW, the gradient v of a loss with respect to z
-turns into D y with respect to x and D y zᵀ with respect to W, where y = Jᵀy + v. That linear equation
-is solved by the same solvers; plain iteration converges because the spectral radius of J at z* is
-below 1 (T5). Forward keeps z and the weight, nothing that grows with the number of steps.
+turns into u = D y with respect to x and u zᵀ with respect to W, where y = Jᵀy + v. In u that is u = D(Wᵀu + v), of the
+same form as the equation itself, and solved by the same loop; plain iteration converges because the spectral radius of
+J at z* is below 1 (T5). Forward keeps z and the weight, nothing that grows with the number of steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from pcdeq import native
-from pcdeq.equation import Equation, like
+from pcdeq.activations import ACTIVATIONS
+from pcdeq.equation import Adjoint, Equation
 from pcdeq.errors import PcdeqError, UsageError
-from pcdeq.operators import LinearMap
-from pcdeq.proofs.gradient import adjoint_distance
-from pcdeq.proofs.order import solve_certified, solve_to_bound
-from pcdeq.rule import Rule
-from pcdeq.solvers import Picard, Pieces, Problem, Solution, Solver, Weight, report
-from pcdeq.warmstart import WarmStart
+from pcdeq.operators import MAPS, ConvMap, DenseMap, LinearMap
+from pcdeq.proofs.certified import Certified
+from pcdeq.solvers import Anderson, Newton, Picard, Problem, Solution, Solver, SolveStats, Summary, report, run
+from pcdeq.solvers.solver import require_solver
+
+Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
+GRADIENTS = get_args(Gradient)
+AnySolver = Solver | Certified
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:
@@ -30,142 +33,127 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def solve_equation(equation: Equation, solver: Solver, warm: WarmStart | None = None) -> Solution:
-    """Solve without recording a graph, by the rule that the solver names."""
-    with torch.no_grad():
-        if not equation.x.shape[0]:
-            return Solution.empty(equation.x)
-        if solver.stop == "batch":
-            # The paper starts at 0 and returns one further application of g, which it does not count as a step.
-            solution = solver.solve(equation.problem())
-            return solution.with_value(equation(solution.value))
-        guess = None if warm is None else warm.guess(equation)
-        if solver.stop == "certified":
-            return solve_certified(solver, equation, guess)
-        if solver.stop == "decided":
-            raise UsageError('stop="decided" needs a question: layer.solve(x, solver=..., decided=...)')
-        return solver.solve(equation.problem(guess))
+class Plan(NamedTuple):
+    """How an equilibrium and its gradient are found, in words and numbers.
+
+    ``told`` hears, after the adjoint solve, how it went, and of which equilibria with which weight it was.
+    """
+
+    solver: AnySolver
+    adjoint_solver: AnySolver
+    gradient: Gradient
+    gradient_steps: int
+    told: Callable[[SolveStats, Tensor, LinearMap], None]
 
 
-def equilibrium(x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
-    """The fixed point of z = s(Wz + x), differentiable with respect to x and the weight."""
-    needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if needs_graph and rule.gradient == "implicit":
-        return _Equilibrium.apply(x, rule, False, weight)  # pyright: ignore[reportReturnType]
-    equation = rule.equation(x, weight)
-    if needs_graph and rule.gradient == "unrolled":
-        solution = Picard(tol=rule.solver.tol, max_steps=rule.solver.max_steps).solve(equation.problem())
-        rule.record_forward(solution)
-        return solution.value
-    solution = solve_equation(equation, rule.solver, rule.warm)
-    rule.record_forward(solution)
+@torch.no_grad()
+def solve_equation(equation: Equation, solver: AnySolver, guess: Tensor | None = None) -> Solution:
+    """Solve without recording a graph, by the rule that the solver names; the guess is of Wz*."""
+    if isinstance(solver, Certified):
+        return solver.solve(equation, guess)
+    if solver.stop == "batch":
+        # The paper starts at 0 and returns one further application of g, which it does not count as a step.
+        solution = run(equation.problem(), solver)
+        return solution.with_value(equation(solution.value))
+    return run(equation.problem(guess), solver)
+
+
+@torch.no_grad()
+def solve_adjoint(adjoint: Adjoint, solver: AnySolver) -> Solution:
+    """The u of the adjoint equation; under the paper's rule the residual is that of y, where u = D y."""
+    if isinstance(solver, Solver) and solver.stop == "batch":
+        solution = run(adjoint.papers_problem(), solver)
+        return solution.with_value(adjoint.slope * solution.value)
+    scaled, factor = adjoint.scaled()
+    solution = solver.solve_adjoint(scaled) if isinstance(solver, Certified) else run(scaled.problem(), solver)
+    return solution.with_value(solution.value * factor)
+
+
+def equilibrium(equation: Equation, plan: Plan, guess: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    """The fixed point of z = s(Wz + x), differentiable with respect to x and the weight, and how the solve went."""
+    if plan.gradient == "implicit" and _is_ours(equation, plan):
+        words = (equation.map.kind, equation.activation.name)
+        z, summary = _Equilibrium.apply(equation.x, equation.map.weight, guess, words, plan)  # pyright: ignore[reportGeneralTypeIssues]
+        return z, SolveStats.of(summary, z)
+    if plan.gradient == "unrolled" and torch.is_grad_enabled():
+        solution = run(equation.problem(), Picard(tol=plan.solver.tol, max_steps=plan.solver.max_steps))
+        return solution.value, solution.stats
+    solution = solve_equation(equation, plan.solver, guess)
     z = solution.value
-    if needs_graph:
-        for _ in range(1 if rule.gradient == "jacobian-free" else rule.gradient_steps):
-            z = equation(z)
-    return z
+    if not torch.is_grad_enabled():
+        return z, solution.stats
+    if plan.gradient == "implicit":
+        return _with_gradient(equation, plan, z), solution.stats
+    for _ in range(1 if plan.gradient == "jacobian-free" else plan.gradient_steps):
+        z = equation(z)
+    return z, solution.stats
 
 
-def implicit_equilibrium(x: Tensor, rule: Rule, *raw: Tensor) -> Tensor:
-    """The same from the input before the injection and the parameters that make up the weight, as one node."""
-    return _Equilibrium.apply(x, rule, True, *raw)  # pyright: ignore[reportReturnType]
+def _is_ours(equation: Equation, plan: Plan) -> bool:
+    """Whether tensors, words and numbers say it all: maps, activations and solvers of the package."""
+    known = (Anderson, Picard, Newton)
+    solvers = type(plan.solver) in known and type(plan.adjoint_solver) in known
+    return solvers and equation.map.kind is not None and equation.activation.builtin
+
+
+def solve_forward(
+    x: Tensor, weight: Tensor, guess: Tensor | None, kind: str, activation: str, solver: Solver
+) -> tuple[Tensor, Summary]:
+    """The equilibrium and its summary, from tensors, words and numbers alone."""
+    solution = solve_equation(Equation(MAPS[kind](weight), ACTIVATIONS[activation], x), solver, guess)
+    return solution.value, solution.summary
+
+
+def solve_backward(
+    z: Tensor, weight: Tensor, grad: Tensor, kind: str, activation: str, solver: Solver, weighs: bool = True
+) -> tuple[Tensor, Tensor | None, Summary]:
+    """The gradients with respect to x and, if it ``weighs``, to the weight, and the summary of the adjoint solve."""
+    linear = MAPS[kind](weight)
+    slope_of_value = ACTIVATIONS[activation].slope_of_value
+    assert slope_of_value is not None and isinstance(linear, DenseMap | ConvMap)
+    solution = solve_adjoint(Adjoint(linear, slope_of_value(z), grad), solver)
+    return solution.value, linear.weight_gradient(z, solution.value) if weighs else None, solution.summary
 
 
 class _Equilibrium(torch.autograd.Function):
-    """Solve forward, solve the adjoint backward.
-
-    Where ``raw``, the injection of x and the weight's parametrisation are part of the node.
-    """
+    """Solve forward, solve the adjoint backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rule: Rule, raw: bool, *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        slope = None
-        ctx.native = raw and native.applies(rule, x, *parameters)
-        if ctx.native:
-            solution, weight = native.forward(rule, x, *parameters)
-        else:
-            injected = rule.injection_form.value(x, rule.floor) if raw else x
-            weight = rule.weight_form.value(*parameters) if raw else parameters[0]
-            equation = rule.equation(injected, weight)
-            solution = solve_equation(equation, rule.solver, rule.warm)
-            if rule.activation.slope_of_value is None:  # else it follows from z, and need not be stored
-                slope = equation.slope(solution.value)
-        rule.record_forward(solution)
-        z = solution.value
-        ctx.save_for_backward(z, weight, slope, x if raw else None, *(parameters if raw else ()))
-        ctx.rule = rule
-        return z
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, weight: Tensor, guess: Tensor | None, words: tuple[str, str], plan: Plan
+    ) -> tuple[Tensor, Summary]:
+        z, summary = solve_forward(x, weight, guess, *words, plan.solver)  # pyright: ignore[reportArgumentType]
+        ctx.save_for_backward(z, weight)
+        ctx.words, ctx.plan, ctx.weight_shape = words, plan, weight.shape
+        return z, summary
 
     @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        z, weight, slope, x, *parameters = ctx.saved_tensors
-        rule: Rule = ctx.rule
-        if ctx.native and native.applies_backward(rule, grad, z, weight, x, *parameters):
-            solution, grad_x, grads = native.backward(rule, grad, z, weight, x, *parameters)
-            rule.record_backward(solution)
-            rule.observe(z, rule.activation.slope_of_value, rule.bind(weight))  # pyright: ignore[reportArgumentType]
-            return grad_x, None, None, *grads
+    def backward(ctx, grad, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        z, weight = ctx.saved_tensors
+        if z.shape != grad.shape or weight.shape != ctx.weight_shape or not z.dtype == weight.dtype == grad.dtype:
+            raise UsageError("a hook for saved tensors gave back a tensor of another shape or dtype than it was given")
         with torch.no_grad(), no_autocast(grad.device.type):
-            slope = rule.activation.slope_of_value(z) if slope is None else slope  # pyright: ignore[reportOptionalCall]
-            linear = rule.bind(weight)
-            solution = solve_adjoint(linear, slope, grad, rule.adjoint_solver, rule.warm)
-            rule.record_backward(solution)
+            kind, activation = ctx.words
+            grad_x, grad_weight, summary = solve_backward(
+                z, weight, grad, kind, activation, ctx.plan.adjoint_solver, weighs=ctx.needs_input_grad[1]
+            )
             # Not in forward, which a gradient checkpoint runs twice: its second run must equal the first.
-            rule.observe(z, lambda _: slope, linear)
-            grad_x, grads = solution.value, (None,) * max(1, len(parameters))
-            if any(ctx.needs_input_grad[3:]):
-                grads = (linear.weight_gradient(z, grad_x),)
-                if parameters:
-                    grads = rule.weight_form.gradients(*parameters, *grads)
-            if x is not None:
-                grad_x = rule.injection_form.gradient(x, grad_x) if ctx.needs_input_grad[0] else None
-        grad_x, *grads = once((grad_x, *grads), z)
-        return grad_x, None, None, *grads
+            ctx.plan.told(SolveStats.of(summary, z), z, MAPS[kind](weight))
+        return *_once((grad_x, grad_weight), z), None, None, None
 
 
-def solve_adjoint(
-    linear: LinearMap, slope: Tensor, grad: Tensor, solver: Solver, warm: WarmStart | None = None
-) -> Solution:
-    """u = D y for the solution of y = Jᵀy + grad, that is u = D(Wᵀu + grad), D = diag(slope).
+def _with_gradient(equation: Equation, plan: Plan, z: Tensor) -> Tensor:
+    """z with the implicit gradient, where parts of the equation are a user's own."""
+    weight = equation.map.weight
 
-    In u the equation has the form of the forward one, and u itself is the gradient wanted. Under the
-    paper's rule the residual is that of y, started at grad.
-    """
+    def gradients(grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        with no_autocast(grad.device.type):
+            solution = solve_adjoint(Adjoint(equation.map, equation.slope(z), grad), plan.adjoint_solver)
+            plan.told(solution.stats, z, equation.map)
+            u = solution.value
+            return u, equation.map.weight_gradient(z, u) if weight.requires_grad else None
 
-    def pull(y: Tensor) -> Tensor:
-        return like(y, linear.adjoint(y))
-
-    if not grad.shape[0]:
-        return Solution.empty(grad)
-    if solver.stop == "batch":
-        solution = solver.solve(Problem(lambda y: pull(slope * y) + grad, start=grad))
-        return solution.with_value(slope * solution.value)
-    guess = None if warm is None else warm.adjoint(grad)
-    weight = None if linear.native is None else Weight(linear.native, linear.weight, transposed=True)
-    pieces = Pieces(pull, lambda y: slope * y, grad, "linear", slope, guess, weight)
-    problem = Problem(lambda u: slope * (pull(u) + grad), pieces=pieces)
-    if solver.stop == "certified":
-        return solve_to_bound(solver, problem, lambda u: adjoint_distance(linear, slope, grad, u))
-    return solver.solve(problem)
-
-
-def once(grads: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients, which say, if anybody differentiates them in turn, that there is no second derivative."""
-    if not torch.is_grad_enabled():
-        return grads
-    return tuple(_NoSecondDerivative.apply(grad, *sources) for grad in grads)  # pyright: ignore[reportReturnType]
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity of its first argument, whose gradient says that there is none."""
-
-    @staticmethod
-    def forward(ctx, value: Tensor | None, *sources: Tensor) -> Tensor | None:
-        return None if value is None else value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise PcdeqError('no second derivative with gradient="implicit"; build the layer with gradient="unrolled"')
+    return _ReplacedGradient.apply(z, gradients, equation.x, weight)  # pyright: ignore[reportReturnType]
 
 
 def fixed_point(
@@ -193,11 +181,10 @@ def fixed_point(
         raise UsageError(f"z0 must be a floating point tensor, got {z0.dtype}")
     solver = Picard() if solver is None else solver
     adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-    for given in (solver, adjoint_solver):
-        if not isinstance(given, Solver):
-            raise UsageError(f"a solver is Picard(...) or Anderson(...), got {given!r}")
-    if {"certified", "decided"} & {solver.stop, adjoint_solver.stop}:
-        raise UsageError('stop="certified" and "decided" need the structure of a pcDEQ layer; use "sample" or "batch"')
+    for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+        if isinstance(given, Certified):
+            raise UsageError("Certified needs the structure of a pcDEQ layer; give fixed_point the solver itself")
+        require_solver(given, name)
     lift = (1, z0.numel()) if z0.ndim < 2 else tuple(z0.shape)
     if not z0.numel():
         return z0.detach()
@@ -213,8 +200,8 @@ def fixed_point(
         return result.reshape(lift)
 
     with torch.no_grad():
-        solution = solver.solve(Problem(evaluate, start=z0.detach().reshape(lift)))
-    report(solution, solver, "forward")
+        solution = run(Problem(evaluate, z0.detach().reshape(lift)), solver)
+    report(solution.stats, solver, "forward")
     value = evaluate(solution.value.detach())
     if not value.requires_grad:
         return solution.value.reshape(z0.shape)
@@ -229,29 +216,43 @@ def fixed_point(
             (pulled,) = torch.autograd.grad(mapped, point, y, retain_graph=True, materialize_grads=True)
             return pulled + grad
 
-        result = adjoint_solver.solve(Problem(step, start=grad))
-        report(result, adjoint_solver, "backward")
+        result = run(Problem(step, grad), adjoint_solver)
+        report(result.stats, adjoint_solver, "backward")
         return result.value
 
     return attach_gradient(value, value, adjoint).reshape(z0.shape)
 
 
-def attach_gradient(source: Tensor, value: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-    """``value``, whose gradient, after ``adjoint``, goes where that of ``source`` would."""
-    return _ReplaceGradient.apply(source, value.detach(), adjoint)  # pyright: ignore[reportReturnType]
+def attach_gradient(source: Tensor, value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """``value``, whose gradient, after ``transform``, goes where that of ``source`` would."""
+    return _ReplacedGradient.apply(value.detach(), lambda grad: (transform(grad),), source)  # pyright: ignore[reportReturnType]
 
 
-class _ReplaceGradient(torch.autograd.Function):
-    """Its second argument, whose gradient goes to the first, transformed by a given function."""
+def _once(grads: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients, which say, if anybody differentiates them in turn, that there is no second derivative."""
+    if not torch.is_grad_enabled():
+        return grads
+    return tuple(
+        grad if grad is None else _ReplacedGradient.apply(grad, _no_second_derivative, *sources)  # pyright: ignore[reportReturnType]
+        for grad in grads
+    )
+
+
+def _no_second_derivative(grad: Tensor) -> tuple[Tensor]:
+    raise PcdeqError('no second derivative with gradient="implicit"; build the layer with gradient="unrolled"')
+
+
+class _ReplacedGradient(torch.autograd.Function):
+    """Its first argument, with gradients for the sources that a given function makes of the one that comes in."""
 
     @staticmethod
-    def forward(ctx, source: Tensor, value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.transform = transform
-        ctx.save_for_backward(source)
+    def forward(ctx, value: Tensor, gradients: Callable[..., tuple[Tensor | None, ...]], *sources: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.gradients = gradients
+        ctx.save_for_backward(*sources)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.no_grad():
-            result = ctx.transform(grad)
-        return *once((result,), *ctx.saved_tensors), None, None
+            found = ctx.gradients(grad)
+        return None, None, *_once(found, *ctx.saved_tensors)

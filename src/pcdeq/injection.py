@@ -1,8 +1,4 @@
-"""How an input becomes nonnegative: the paper's two injections, and their gradients.
-
-They are written out, instead of left to autograd, because torch's softplus takes longer than a
-convolution, and so that a layer can be one node of the graph.
-"""
+"""How an input becomes nonnegative: the paper's two injections."""
 
 from __future__ import annotations
 
@@ -10,52 +6,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pcdeq.kernels import KERNELS, is_native, threads
-
 BETA = 5.0  # the paper's
 
-
-class Softplus(torch.autograd.Function):
-    """log(1 + exp(5x)) / 5 + floor: positive, for pcDEQ-1."""
-
-    @staticmethod
-    def value(x: Tensor, floor: float) -> Tensor:
-        if KERNELS is None or not is_native(x):
-            return F.softplus(x, beta=BETA) + floor
-        y = torch.empty_like(x)
-        KERNELS.softplus(x.numel(), BETA, floor, x.data_ptr(), y.data_ptr(), threads(x))
-        return y
-
-    @staticmethod
-    def gradient(x: Tensor, grad: Tensor) -> Tensor:
-        if KERNELS is None or not is_native(x) or torch.is_grad_enabled():
-            return grad * torch.sigmoid(BETA * x)
-        grad = grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
-        result = torch.empty_like(x)
-        pointers = (x.data_ptr(), grad.data_ptr(), result.data_ptr())
-        KERNELS.softplus_gradient(x.numel(), BETA, *pointers, threads(x))
-        return result
-
-    @staticmethod
-    def forward(ctx, x: Tensor, floor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x)
-        return Softplus.value(x, floor)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        return Softplus.gradient(x, grad), None
+# Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); far below
+# the last digit of any softplus that matters, yet not so small that growing out of it takes many steps.
+TINY_FLOOR = 1e-16
 
 
-class Relu:
-    """max(x, 0) + floor: nonnegative, for pcDEQ-2."""
+def inject(x: Tensor, kind: int, floor: float) -> Tensor:
+    """log(1 + exp(5x)) / 5 + floor, positive, for pcDEQ-1; max(x, 0) + floor, nonnegative, for pcDEQ-2."""
+    injected = softplus(x) if kind == 1 else F.relu(x)
+    return injected + floor if floor else injected
 
-    @staticmethod
-    def value(x: Tensor, floor: float) -> Tensor:
-        return F.relu(x) + floor if floor else F.relu(x)
 
-    @staticmethod
-    def gradient(x: Tensor, grad: Tensor) -> Tensor:
-        return grad * (x > 0)
+def slope(x: Tensor, kind: int) -> Tensor:
+    """Its derivative."""
+    return torch.sigmoid(BETA * x) if kind == 1 else (x > 0).to(x.dtype)
 
-    apply = value  # torch differentiates it
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(5x)) / 5, to the last digits of a small result too."""
+    if not torch.compiler.is_exporting():
+        return F.softplus(x, beta=BETA)
+    # A runtime's own softplus may give exactly 0 below -3, and pcDEQ-1 lives on the relative size of its input. The
+    # quotient is the classical way to have log1p from log: the rounding of 1 + e cancels.
+    e = torch.exp(-BETA * x.abs())
+    sum_ = 1 + e
+    return x.relu() + torch.where(sum_ == 1, e, torch.log(sum_) * e / (sum_ - 1)) / BETA

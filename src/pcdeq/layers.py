@@ -8,28 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcdeq import native
+from pcdeq import injection as injections
 from pcdeq.activations import Activation, as_activation
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.implicit import equilibrium, implicit_equilibrium, no_autocast, solve_equation
-from pcdeq.injection import Relu, Softplus
+from pcdeq.implicit import GRADIENTS, AnySolver, Gradient, Plan, equilibrium, no_autocast, solve_equation
+from pcdeq.injection import TINY_FLOOR
 from pcdeq.operators import Conv, Dense, LinearMap, Operator
+from pcdeq.proofs.certified import Certified, Question, solve_until
 from pcdeq.proofs.gradient import GradientEnclosure, enclose_gradient
-from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, refine, solve_decided
+from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, refine
 from pcdeq.proofs.rates import Rate, a_priori_rate
-from pcdeq.rule import GRADIENTS, Gradient, Rule
-from pcdeq.solvers import Anderson, Newton, Solution, Solver, report
-from pcdeq.solvers.solution import per_sample
-from pcdeq.solving import SolvingLayer
-from pcdeq.warmstart import WarmStart
+from pcdeq.solvers import Anderson, Newton, Solution, SolveStats, SolvingLayer, per_sample, report
+from pcdeq.solvers.solver import require_solver
+from pcdeq.solvers.start import WarmStart
 
 Injection = Callable[[Tensor], Tensor]
-
-
-# Under softplus, so that an input to kind 1 is never exactly 0 (T4 and uniqueness need x > 0); far below
-# the last digit of any softplus that matters, yet not so small that growing out of it takes many steps.
-TINY_FLOOR = 1e-16
 
 
 class PcDEQ(SolvingLayer):
@@ -46,12 +40,13 @@ class PcDEQ(SolvingLayer):
         floor: added to the injected input. With a floor the rate of convergence is known in advance,
             whatever the weights (T4): see `rate`.
         rate: choose the floor that guarantees this rate, such as 0.5, instead of giving it.
-        solver: forward; by default `Anderson`, which cannot fail (T6).
+        solver: forward; by default `Anderson`, which cannot fail (T6). With `Certified` around it, its tolerance is a
+            proved error.
         adjoint_solver: backward; by default like ``solver``.
         gradient: ``"implicit"`` is exact up to the solvers' tolerance; ``"phantom"`` differentiates the
             last ``gradient_steps`` steps, ``"jacobian-free"`` one step, ``"unrolled"`` all of a plain
             iteration from the start (memory grows with them, second derivatives exist).
-        warm_start: start each solve from what earlier equilibria taught (see `pcdeq.warmstart`), kept like
+        warm_start: start each solve from what earlier equilibria taught (see `pcdeq.solvers.start`), kept like
             the statistics of batch norm. It saves about half of the steps; the equilibrium is the same from
             every start. Not used with ``stop="batch"``, the paper's rule.
 
@@ -78,8 +73,8 @@ class PcDEQ(SolvingLayer):
         injection: Injection | None = None,
         floor: float | None = None,
         rate: float | None = None,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
+        solver: AnySolver | None = None,
+        adjoint_solver: AnySolver | None = None,
         gradient: Gradient = "implicit",
         gradient_steps: int = 5,
         warm_start: bool = True,
@@ -91,8 +86,8 @@ class PcDEQ(SolvingLayer):
         if gradient_steps < 1:
             raise UsageError(f"gradient_steps must be at least 1, got {gradient_steps}")
         for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-            if not isinstance(given, Solver | None):
-                raise UsageError(f"{name} must be Picard(...), Anderson(...) or Newton(...), got {given!r}")
+            if given is not None and not isinstance(given, Certified):
+                require_solver(given, name)
         solver = Anderson() if solver is None else solver
         super().__init__(solver, _adjoint_of(solver) if adjoint_solver is None else adjoint_solver)
         self.operator = operator
@@ -124,8 +119,7 @@ class PcDEQ(SolvingLayer):
         if x.dtype != torch.float32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.injection is None:
-            form = self._injection_form
-            return form.apply(x, self.floor) if torch.is_grad_enabled() else form.value(x, self.floor)  # pyright: ignore[reportReturnType]
+            return injections.inject(x, self.activation.kind, self.floor)
         injected = self.injection(x)
         if injected.shape != x.shape:
             raise UsageError(f"the injection maps shape {tuple(x.shape)} to {tuple(injected.shape)}; it must keep it")
@@ -134,10 +128,6 @@ class PcDEQ(SolvingLayer):
                 f"the injection gave {float(injected.min()):.3g}, below 0: it must map every input to [0, inf)"
             )
         return injected + self.floor
-
-    @property
-    def _injection_form(self) -> type[Softplus] | type[Relu]:
-        return Softplus if self.activation.kind == 1 else Relu
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, *rest: Any
@@ -156,24 +146,31 @@ class PcDEQ(SolvingLayer):
         return self._equilibrium(x)
 
     def _equilibrium(self, x: Tensor) -> Tensor:
+        plan = Plan(self.solver, self.adjoint_solver, self.gradient, self.gradient_steps, self._told)
         with no_autocast(x.device.type):
-            rule = self.rule_of_one_node(x)
-            if rule is not None:
-                z = implicit_equilibrium(self._as_samples(x), rule, *self.operator.raw)
-            else:
-                z = equilibrium(*self._operands(x), self._rule())
+            equation = self.equation(x)
+            z, stats = equilibrium(equation, plan, self._guess(equation))
+        self.record_forward(stats)
         z = z if z.shape == x.shape else z.reshape(x.shape)
         return z if z.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else z.to(x.dtype)
 
+    def _guess(self, equation: Equation) -> Tensor | None:
+        return None if self.warm is None else self.warm.guess(equation.x)
+
+    def _told(self, stats: SolveStats, z: Tensor, linear: LinearMap) -> None:
+        """Hear of an adjoint solve, and learn from the equilibria that it was about."""
+        self.record_backward(stats)
+        if self.training and self.warm is not None:
+            self.warm.observe(z, linear.apply)
+
     @torch.no_grad()
-    def solve(
-        self, x: Tensor, *, solver: Solver | None = None, decided: Callable[[Enclosure], Tensor] | None = None
-    ) -> Solution:
+    def solve(self, x: Tensor, *, solver: AnySolver | None = None, until: Question | None = None) -> Solution:
         """Solve for x without a gradient and tell how it went.
 
         Args:
             solver: instead of the layer's own.
-            decided: with ``stop="decided"``, the question: given bounds on z*, for which samples do they settle it?
+            until: a question that bounds on z* may settle: given an `Enclosure`, it says for which samples they do.
+                Each sample is then solved only as far as that takes.
 
         >>> import torch, pcdeq
         >>> layer = pcdeq.PcDEQConv2d(2, activation="relu6")
@@ -184,25 +181,24 @@ class PcDEQ(SolvingLayer):
         Is any unit above one half? A rough solve often knows:
 
         >>> question = lambda box: ((box.lower > 0.5) | (box.upper <= 0.5)).flatten(1).all(1)
-        >>> solution = layer.solve(torch.ones(1, 2, 8, 8), solver=pcdeq.Anderson(stop="decided"), decided=question)
-        >>> solution.converged.tolist()
+        >>> layer.solve(torch.ones(1, 2, 8, 8), until=question).converged.tolist()
         [True]
         """
         solver = self.solver if solver is None else solver
-        if (solver.stop == "decided") != (decided is not None):
-            raise UsageError('a solver with stop="decided" and the argument decided belong together')
         with no_autocast(x.device.type):
             equation = self.equation(x)
-            if decided is None:
-                solution = solve_equation(equation, solver, self.warm)
+            guess = self._guess(equation)
+            if until is None:
+                solution = solve_equation(equation, solver, guess)
+            elif isinstance(solver, Certified) or solver.stop != "sample":
+                raise UsageError("until= asks its question sample by sample: give it a solver with stop='sample'")
             else:
-                guess = None if self.warm is None else self.warm.guess(equation)
-                solution = solve_decided(solver, equation, decided, guess)
-        report(solution, solver, "forward")
+                solution = solve_until(until, solver, equation, guess)
+        report(solution.stats, solver, "forward")
         return solution.with_value(solution.value.reshape(x.shape))
 
     @torch.no_grad()
-    def enclose(self, x: Tensor, *, width: float | None = None, solver: Solver | None = None) -> Enclosure:
+    def enclose(self, x: Tensor, *, width: float | None = None, solver: AnySolver | None = None) -> Enclosure:
         """Bounds lower <= z* <= upper, proved per sample by the order test (T1, T3, T9).
 
         The claim is about the layer whose weight and injected input are the numbers in memory.
@@ -221,7 +217,7 @@ class PcDEQ(SolvingLayer):
             raise UsageError(f"width must be above 0, got {width}")
         with no_autocast(x.device.type):
             equation = self.equation(x)
-            solution = solve_equation(equation, self.solver if solver is None else solver, self.warm)
+            solution = solve_equation(equation, self.solver if solver is None else solver, self._guess(equation))
             box = enclose_tightly(self._equation_in_float64, equation, solution.value)
             if width is not None:
                 box = refine(self._equation_in_float64, equation, solution.value, box, width)
@@ -248,11 +244,11 @@ class PcDEQ(SolvingLayer):
         with no_autocast(x.device.type):
             equation = self._equation_in_float64(self.equation(x))
             solver = Anderson(tol=tol / 10, max_steps=2000)
-            box = enclose_near(equation, solve_equation(equation, solver, self.warm).value)
+            box = enclose_near(equation, solve_equation(equation, solver, self._guess(equation)).value)
             bounds = enclose_gradient(equation, box, grad.double().reshape(equation.x.shape), tol)
         # The injection's slope is a number >= 0, known up to rounding.
         raw = self._as_samples(x).double()
-        slope = self._injection_form.gradient(raw, torch.ones_like(raw))
+        slope = injections.slope(raw, self.activation.kind)
         slack = 1e-13 * slope * torch.maximum(bounds.lower.abs(), bounds.upper.abs())
         proved = per_sample(bounds.certified, raw)
         lower = torch.where(proved, bounds.lower * slope - slack, -torch.inf).reshape(x.shape)
@@ -275,25 +271,13 @@ class PcDEQ(SolvingLayer):
         return a_priori_rate(self.activation, self.floor, tol)
 
     def equation(self, x: Tensor) -> Equation:
-        """The equation that the layer solves for this input, samples along dimension 0."""
-        return self._rule().equation(*self._operands(x))
+        """The equation that the layer solves for this input, samples along dimension 0.
 
-    @torch.no_grad()
-    def solve_with(self, weight: Tensor, x: Tensor) -> Solution:
-        """The solution for this input with the weight given, which `Operator.effective_weight` has made."""
-        rule, samples = self._rule(), self._as_samples(x)
-        if self._injects_as_usual() and native.solves(rule, samples, weight):
-            return native.solve(rule, samples, weight)
-        return solve_equation(rule.equation(*self._operands(x, weight)), self.solver, self.warm)
-
-    def _operands(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The injected input, (samples, *state), and the weight, in the dtype of the solve."""
-        x = self._as_samples(x)
-        weight = self.operator.effective_weight() if weight is None else weight
+        In the widest of the dtypes of input and weight, and at least float32.
+        """
+        x, weight = self._as_samples(x), self.operator.effective_weight()
         dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-        return self.inject(x if x.dtype == dtype else x.to(dtype)), weight if weight.dtype == dtype else weight.to(
-            dtype
-        )
+        return Equation(self.operator.bind(weight.to(dtype)), self.activation, self.inject(x.to(dtype)))
 
     def _as_samples(self, x: Tensor) -> Tensor:
         """The input, checked, as (samples, *state)."""
@@ -304,61 +288,22 @@ class PcDEQ(SolvingLayer):
             )
         if not x.is_floating_point():
             raise UsageError(f"the input must be a floating point tensor, got {x.dtype}; use x.float()")
-        if x.device != (device := operator.raw[0].device):
-            raise UsageError(f"the layer is on {device} but its input is on {x.device}; move one")
+        if x.device != operator.device:
+            raise UsageError(f"the layer is on {operator.device} but its input is on {x.device}; move one")
         operator.check_input(x)
         if x.ndim == operator.state_ndim + 1:
             return x
         return x.reshape(-1, *x.shape[x.ndim - operator.state_ndim :])
 
-    def rule_of_one_node(self, x: Tensor) -> Rule | None:
-        """The rule, if injection, weight and equilibrium can be one node of the graph: all ours, and without a cast."""
-        one_node = (
-            self.gradient == "implicit"
-            and torch.is_grad_enabled()
-            and self._injects_as_usual()
-            and type(self.operator).effective_weight is Operator.effective_weight
-            and x.dtype in (torch.float32, torch.float64)
-            and all(parameter.dtype == x.dtype for parameter in self.operator.raw)
-        )
-        return self._rule() if one_node else None
-
-    def _injects_as_usual(self) -> bool:
-        return self.injection is None and type(self).inject is PcDEQ.inject
-
-    def _rule(self) -> Rule:
-        operator = self.operator
-        return Rule(
-            operator.bind,
-            type(operator) is Dense,
-            operator.form,
-            self._injection_form,
-            self.floor,
-            self.activation,
-            self.solver,
-            self.adjoint_solver,
-            self.gradient,
-            self.gradient_steps,
-            self.warm,
-            self._record_forward,
-            self._record_backward,
-            self._observe,
-        )
-
-    def _observe(self, z: Tensor, slope: Callable[[Tensor], Tensor], linear: LinearMap) -> None:
-        if self.training and self.warm is not None:
-            self.warm.observe(z, slope, linear)
-
     def extra_repr(self) -> str:
         return f"activation={self.activation.name}, kind={self.activation.kind}, solver={self.solver}"
 
 
-def _adjoint_of(solver: Solver) -> Solver:
+def _adjoint_of(solver: AnySolver) -> AnySolver:
     """The solver for the backward pass: the same where it applies to a linear equation."""
-    stop = solver.stop if solver.stop in ("batch", "certified") else "sample"
-    if isinstance(solver, Newton):
-        return Anderson(tol=solver.tol, stop=stop, throw=solver.throw)
-    return solver.with_options(stop=stop)
+    if isinstance(solver, Certified):
+        return Certified(_adjoint_of(solver.solver))  # pyright: ignore[reportArgumentType]
+    return Anderson(tol=solver.tol, stop=solver.stop, throw=solver.throw) if isinstance(solver, Newton) else solver
 
 
 class PcDEQLinear(PcDEQ):

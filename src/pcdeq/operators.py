@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pcdeq.errors import UsageError
-from pcdeq.kernels import KERNELS, in_memory, is_plain
 
 
 class LinearMap(ABC):
     """z -> Wz for one fixed nonnegative weight; subclass it together with `Operator`.
 
-    Tensors have one leading sample dimension: ``(samples, *state)``. ``native`` names the form in which the C
-    kernels know the map, if they do.
+    Tensors have one leading sample dimension: ``(samples, *state)``. ``kind`` is the name under which the package
+    knows its own maps.
 
     Only `apply` must be written; the adjoint then comes from autograd. A moving sum of neighbours:
 
@@ -40,7 +38,7 @@ class LinearMap(ABC):
     tensor([[0.0000, 0.5000, 0.0000, 0.5000]])
     """
 
-    native: str | None = None
+    kind: str | None = None
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -83,7 +81,7 @@ class DenseMap(LinearMap):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self.native = "dense" if type(self) is DenseMap else None
+        self.kind = "dense" if type(self) is DenseMap else None
 
     def apply(self, z: Tensor) -> Tensor:  # (samples, features)
         return z @ self.weight.T
@@ -113,7 +111,7 @@ class ConvMap(LinearMap):
         self._convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[weight.ndim - 3]
         self._padding = [size // 2 for size in weight.shape[2:]]
         self._flipped: Tensor | None = None
-        self.native = "conv3x3" if type(self) is ConvMap and weight.shape[2:] == (3, 3) else None
+        self.kind = "conv" if type(self) is ConvMap else None
 
     def apply(self, z: Tensor) -> Tensor:  # (samples, channels, *space)
         return self._convolve(z, self.weight, padding=self._padding)
@@ -125,22 +123,11 @@ class ConvMap(LinearMap):
         return self._convolve(y, self._flipped, padding=self._padding)
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
-        if self.native == "conv3x3" and KERNELS is not None and z.dtype == torch.float32 and z.device.type == "cpu":
-            return self._native_weight_gradient(z, y)
         ones = [1] * len(self._padding)
         wanted = [False, True, False]
         return torch.ops.aten.convolution_backward(
             y, z, self.weight, None, ones, self._padding, ones, False, [0] * len(ones), 1, wanted
         )[1]
-
-    def _native_weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
-        assert KERNELS is not None
-        z = z.contiguous(memory_format=_memory_format(z))
-        y = y.to(z.dtype).contiguous(memory_format=_memory_format(z))
-        result = torch.empty(self.weight.shape, dtype=torch.float32, device="cpu")
-        pointers = (z.data_ptr(), y.data_ptr(), result.data_ptr())
-        KERNELS.conv_weight_gradient(tuple(z.shape), z.stride(), *pointers, torch.get_num_threads())
-        return result
 
     def terms(self, state: torch.Size) -> int:
         return self.weight[0].numel()
@@ -161,82 +148,45 @@ def _passes(parameter: Tensor, grad: Tensor) -> Tensor:
     return (parameter >= 0) | (grad < 0)
 
 
-class _Nonnegative(torch.autograd.Function):
-    """max(v, 0), whose gradient also passes where it would bring a negative v back."""
-
-    @staticmethod
-    def value(v: Tensor) -> Tensor:
-        return v.clamp(min=0.0)
-
-    @staticmethod
-    def gradients(v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        return (grad * _passes(v, grad),)
-
-    @staticmethod
-    def forward(ctx, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(v)
-        return _Nonnegative.value(v)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (v,) = ctx.saved_tensors
-        return _Nonnegative.gradients(v, grad)
-
-
-class _Normalised(torch.autograd.Function):
-    """g v / ‖v‖ by rows, for v and g clamped at 0.
+class _NonnegativeWeight(torch.autograd.Function):
+    """max(v, 0) or, with a g, g v / ‖v‖ by rows for v and g clamped at 0; gradients also bring back what is below 0.
 
     A row of zeros has no direction. Its weight is 0; v learns as if its norm were 1, and g along the
     diagonal, so that the row can come back even from g = 0.
     """
 
     @staticmethod
-    def value(v: Tensor, g: Tensor) -> Tensor:
-        if KERNELS is not None and _by_rows(v, g):
-            weight = torch.empty_like(v)
-            KERNELS.normalise(*_sizes(v), v.data_ptr(), g.data_ptr(), weight.data_ptr())
-            return weight
-        direction, scale = v.clamp(min=0.0), g.clamp(min=0.0)
-        norm = _row_norm(direction)
-        return direction * (scale / (norm + (norm == 0)))
-
-    @staticmethod
-    def gradients(v: Tensor, g: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        if KERNELS is not None and _by_rows(v, g) and not torch.is_grad_enabled():
-            grad = grad.to(v.dtype).contiguous(memory_format=_memory_format(v))
-            grad_v, grad_g = torch.empty_like(v), torch.empty_like(g)
-            KERNELS.normalise_gradient(*_sizes(v), *(t.data_ptr() for t in (v, g, grad, grad_v, grad_g)))
-            return grad_v, grad_g
-        direction = v.clamp(min=0.0)
-        norm = _row_norm(direction)
-        empty = norm == 0
-        norm = norm + empty
-        direction, scale = direction / norm, g.clamp(min=0.0) / norm
-        rows = tuple(range(1, v.ndim))
-        along = (grad * direction).sum(rows, keepdim=True)
-        grad_v = scale * (grad - direction * along)
-        grad_g = along + empty * (grad.sum(rows, keepdim=True) * math.sqrt(v.shape[0] / v.numel()))
-        return grad_v * _passes(v, grad_v), grad_g * _passes(g, grad_g)
-
-    @staticmethod
-    def forward(ctx, v: Tensor, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, v: Tensor, g: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(v, g)
-        return _Normalised.value(v, g)
+        return nonnegative_weight(v, g)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         v, g = ctx.saved_tensors
-        return _Normalised.gradients(v, g, grad)
+        if g is None:
+            return grad * _passes(v, grad), None
+        direction, norm, empty = _directions(v)
+        rows = tuple(range(1, v.ndim))
+        along = (grad * direction).sum(rows, keepdim=True)
+        grad_v = (g.clamp(min=0.0) / norm) * (grad - direction * along)
+        grad_g = along + empty * (grad.sum(rows, keepdim=True) * math.sqrt(v.shape[0] / v.numel()))
+        return grad_v * _passes(v, grad_v), grad_g * _passes(g, grad_g)
 
 
-def _sizes(v: Tensor) -> tuple[int, int]:
-    return v.shape[0], v.numel() // v.shape[0]
+def nonnegative_weight(v: Tensor, g: Tensor | None = None) -> Tensor:
+    """The weight in use, from the parameters that are learned."""
+    if g is None:
+        return v.clamp(min=0.0)
+    return _directions(v)[0] * g.clamp(min=0.0)
 
 
-def _by_rows(v: Tensor, g: Tensor) -> bool:
-    """Whether the kernels can normalise this weight: float32 on a CPU, each row one block of memory."""
-    layout = _memory_format(v)
-    return in_memory(v) and v.is_contiguous(memory_format=layout) and is_plain(g) and g.numel() == v.shape[0]
+def _directions(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """max(v, 0) by rows with norm 1, those norms, and which rows are 0, whose norm counts as 1."""
+    positive = v.clamp(min=0.0)
+    norm = _row_norm(positive)
+    empty = norm == 0
+    norm = norm + empty
+    return positive / norm, norm, empty
 
 
 class Operator(nn.Module, ABC):
@@ -275,6 +225,7 @@ class Operator(nn.Module, ABC):
         super().__init__()
         if len(shape) < 2 or min(shape) < 1:
             raise UsageError(f"an operator's weight needs two or more axes of at least 1, got {tuple(shape)}")
+        self.shape = tuple(shape)
         self.state_ndim = state_ndim
         self.weight_norm = weight_norm
         if weight_norm:
@@ -292,26 +243,30 @@ class Operator(nn.Module, ABC):
         if self.weight_norm:
             self.weight_g.copy_(_row_norm(direction))
 
-    @property
-    def form(self) -> type[Any]:
-        """How the weight in use follows from the `raw` parameters, and gradients go back."""
-        return _Normalised if self.weight_norm else _Nonnegative
-
-    @property
-    def raw(self) -> tuple[Tensor, ...]:
-        """The parameters that make up the weight."""
+    def _stored(self) -> tuple[Tensor, ...]:
         return (self.weight_v, self.weight_g) if self.weight_norm else (self.weight,)
 
     def effective_weight(self) -> Tensor:
         """The weight in use: >= 0, normalised, differentiable."""
-        if torch.is_grad_enabled():
-            return self.form.apply(*self.raw)
-        return self.form.value(*self.raw)
+        return _NonnegativeWeight.apply(*self._stored())  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def effective_weight_in(self, dtype: torch.dtype) -> Tensor:
         """The weight in use, computed in another dtype from the stored parameters."""
-        return self.form.value(*(parameter.to(dtype) for parameter in self.raw))
+        return nonnegative_weight(*(parameter.to(dtype) for parameter in self._stored()))
+
+    @torch.no_grad()
+    def fix_(self) -> None:
+        """Replace the parameters by the weight that they make: a constant from now on."""
+        weight = self.effective_weight().detach()
+        if self.weight_norm:
+            del self.weight_v, self.weight_g
+        self.weight_norm, self.weight = False, nn.Parameter(weight, requires_grad=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return self._stored()[0].device
 
     @abstractmethod
     def bind(self, weight: Tensor) -> LinearMap:
@@ -321,8 +276,7 @@ class Operator(nn.Module, ABC):
         """Raise `UsageError` unless one sample of x has a shape this operator takes."""
 
     def extra_repr(self) -> str:
-        weight = self.weight_v if self.weight_norm else self.weight
-        return f"{tuple(weight.shape)}, weight_norm={self.weight_norm}"
+        return f"{self.shape}, weight_norm={self.weight_norm}"
 
 
 class Dense(Operator):
@@ -397,3 +351,7 @@ def _project(module: nn.Module) -> None:
     for child in module._modules.values():  # in a small network `modules()` takes longer than to clamp
         if child is not None:
             _project(child)
+
+
+# The package's own maps, by kind.
+MAPS: dict[str, type[LinearMap]] = {"dense": DenseMap, "conv": ConvMap}

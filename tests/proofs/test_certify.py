@@ -192,10 +192,10 @@ def test_a_class_is_settled_by_a_rough_solve():
     model, images = network("pcdeq-1-l-tanh"), torch.rand(12, 1, 28, 28)
     inputs = model[:3](images)
     exact = certify_module.certify(model, images)
-    solver = pcdeq.Anderson(tol=1e-8, stop="decided")
+    solver = pcdeq.Anderson(tol=1e-8)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a class may be too close to call
-        solution = model.deq.solve(inputs, solver=solver, decided=certify_module.class_decided(model[4:]))
+        solution = model.deq.solve(inputs, solver=solver, until=certify_module.class_decided(model[4:]))
         scores = model[4:](solution.value)
         whole = model.deq.solve(inputs, solver=pcdeq.Anderson(tol=1e-8))
     assert solution.converged.any()

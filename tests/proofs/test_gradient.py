@@ -19,9 +19,11 @@ from problems import (
 )
 
 import pcdeq
+from pcdeq.equation import Adjoint
 from pcdeq.errors import ConvergenceWarning
 from pcdeq.implicit import solve_adjoint
 from pcdeq.proofs.gradient import adjoint_distance
+from pcdeq.solvers import run
 
 
 def exact_gradient(operator, activation, layer, x, grad):
@@ -113,9 +115,10 @@ def test_the_distance_of_an_adjoint_is_bounded_whenever_it_stops(operator, steps
     grad = make_input(operator, samples=5, seed=3, dtype=dtype)
     with torch.no_grad():
         equation = layer.equation(x)
-        slope = equation.slope(pcdeq.Anderson(tol=1e-6).solve(equation.problem()).value)
-        u = solve_adjoint(equation.map, slope, grad, pcdeq.Picard(tol=1e-13, max_steps=steps)).value
-        bound = adjoint_distance(equation.map, slope, grad, u)
+        slope = equation.slope(run(equation.problem(), pcdeq.Anderson(tol=1e-6)).value)
+        adjoint = Adjoint(equation.map, slope, grad)
+        u = solve_adjoint(adjoint, pcdeq.Picard(tol=1e-13, max_steps=steps)).value
+        bound = adjoint_distance(adjoint, u)
     matrix = as_array(equation.map.matrix(x.shape[1:]))
     d, v = as_array(slope).reshape(5, -1), as_array(grad).reshape(5, -1)
     exact = np.linalg.solve(np.eye(d.shape[1]) - d[:, :, None] * matrix.T, (d * v)[..., None])[..., 0]
@@ -127,7 +130,7 @@ def test_the_distance_of_an_adjoint_is_bounded_whenever_it_stops(operator, steps
 
 @pytest.mark.parametrize("activation", ["tanh", "relu6", "sigmoid"])
 def test_a_certified_layer_says_how_good_its_gradient_is(activation):
-    layer = make_layer("conv2d", activation, gain=1.2, solver=pcdeq.Anderson(tol=1e-6, stop="certified"))
+    layer = make_layer("conv2d", activation, gain=1.2, solver=pcdeq.Certified(pcdeq.Anderson(tol=1e-6)))
     x, grad = make_input("conv2d", samples=3).requires_grad_(), make_input("conv2d", samples=3, seed=5)
     layer(x).backward(grad)
     assert layer.last_backward.unconverged == 0
@@ -145,7 +148,7 @@ def test_bad_input_is_one_clear_line():
 
 
 def test_a_gradient_that_is_no_number_is_not_certified():
-    layer = make_layer("dense", "tanh", solver=pcdeq.Anderson(stop="certified"))
+    layer = make_layer("dense", "tanh", solver=pcdeq.Certified())
     x, grad = make_input("dense", samples=3).requires_grad_(), torch.ones(3, 3).double()
     grad[1, 0] = torch.nan
     with pytest.warns(ConvergenceWarning, match="1 of 3 samples"):
@@ -154,7 +157,7 @@ def test_a_gradient_that_is_no_number_is_not_certified():
 
 
 def test_a_gradient_of_zero_is_certified_to_be_zero():
-    layer = make_layer("dense", "tanh", solver=pcdeq.Anderson(stop="certified"))
+    layer = make_layer("dense", "tanh", solver=pcdeq.Certified())
     x = make_input("dense", samples=3).requires_grad_()
     layer(x).backward(torch.zeros(3, 3).double())
     assert (x.grad == 0).all() and layer.last_backward.unconverged == 0
@@ -164,5 +167,5 @@ def test_an_empty_batch():
     layer, x = make_layer("conv2d", "tanh"), make_input("conv2d", samples=0)
     assert layer.enclose_gradient(x, x).certified.shape == (0,)
     assert layer.enclose(x, width=1e-9).certified.shape == (0,)
-    decided = layer.solve(x, solver=pcdeq.Anderson(stop="decided"), decided=lambda box: box.certified)
+    decided = layer.solve(x, until=lambda box: box.certified)
     assert decided.converged.shape == (0,)

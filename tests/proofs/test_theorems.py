@@ -16,7 +16,7 @@ from problems import ACTIVATIONS, FACTS, KIND_1, as_array, fixed_point_of, scala
 import pcdeq
 from pcdeq.activations import as_activation
 from pcdeq.errors import ConvergenceWarning, UsageError
-from pcdeq.solvers import Problem
+from pcdeq.solvers import Problem, per_sample, run
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 6)
@@ -110,7 +110,7 @@ class TestTheFixedPoint:
         starts = np.stack([np.zeros(layer.size), np.full(layer.size, layer.top), layer.point(), layer.point(100.0)])
         x = torch.from_numpy(np.tile(layer.x, (4, 1)))
         problem = Problem(layer.layer.equation(x), start=torch.from_numpy(starts))
-        solution = pcdeq.Picard(tol=1e-14, max_steps=5000).solve(problem)
+        solution = run(problem, pcdeq.Picard(tol=1e-14, max_steps=5000))
         assert solution.converged.all()
         # T4 (c): the distance left is at most c / (1 - c) times the last step, in Thompson's metric.
         for row in as_array(solution.value):
@@ -295,10 +295,12 @@ class TestTheBackwardIteration:
 class Hostile(pcdeq.Anderson):
     """Anderson's safeguard around proposals that mean harm."""
 
-    def propose(self, value, residual, history):
-        proposal = self.attack(value, residual, history)
+    def propose(self, value, residual, length, kept, state, norm):
+        attack = self.attack(value, residual, [(state.value, state.residual)])
         Hostile.asked += 1
-        return proposal
+        if attack is None:
+            return super().propose(value, residual, length, kept, state, norm)
+        return torch.where(per_sample(kept, value), attack, state.value), kept
 
     def attack(self, value, residual, history):
         raise NotImplementedError
@@ -337,7 +339,7 @@ class Alternating(Hostile):
     def attack(self, value, residual, history):
         turn = Hostile.asked % 4
         if turn % 2 == 0:
-            return pcdeq.Anderson.propose(self, value, residual, history)
+            return None
         return torch.full_like(value, 0.0 if turn == 1 else 1e9)
 
 

@@ -22,8 +22,8 @@ from problems import (
 
 import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
-from pcdeq.kernels import KERNELS
-from pcdeq.solvers import Problem, fused
+from pcdeq.solvers import Problem, run
+from pcdeq.solvers.loop import iterate
 
 SOLVERS = {
     "picard": pcdeq.Picard,
@@ -67,10 +67,10 @@ class TestKnownAnswers:
     @pytest.mark.parametrize("solver", ["picard", "anderson"])
     def test_maps_of_no_known_structure(self, solver):
         solver = SOLVERS[solver](tol=1e-12)
-        cosine = solver.solve(Problem(torch.cos, start=torch.zeros(1, 1).double()))
+        cosine = run(Problem(torch.cos, torch.zeros(1, 1).double()), solver)
         assert cosine.value.item() == pytest.approx(0.7390851332151607, rel=1e-11)
         matrix = torch.tensor([[0.2, -0.5], [0.4, 0.1]]).double()
-        linear = solver.solve(Problem(lambda z: z @ matrix.T + 1, start=torch.zeros(1, 2).double()))
+        linear = run(Problem(lambda z: z @ matrix.T + 1, torch.zeros(1, 2).double()), solver)
         torch.testing.assert_close(linear.value[0], torch.linalg.solve(torch.eye(2) - matrix, torch.ones(2).double()))
 
 
@@ -86,7 +86,7 @@ class TestPicard:
             if done:
                 break
         start = torch.ones(1, 1).double()
-        solution = pcdeq.Picard(tol=1e-3).solve(Problem(lambda z: z / 2 + 1, start=start, steps=1))
+        solution = run(Problem(lambda z: z / 2 + 1, start, steps=1), pcdeq.Picard(tol=1e-3))
         assert solution.value.item() == z
         assert solution.steps.tolist() == [steps]
         assert solution.residual.item() == pytest.approx(2.0**-9 / 1.9980, rel=1e-3)
@@ -101,7 +101,7 @@ class TestPicard:
         for steps in range(2, 30):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                z = pcdeq.Picard(tol=1e-16, max_steps=steps).solve(equation.problem()).value
+                z = run(equation.problem(), pcdeq.Picard(tol=1e-16, max_steps=steps)).value
             assert (z >= last).all()
             assert (z <= answer * (1 + 1e-14)).all()
             last = z
@@ -118,7 +118,7 @@ class TestAnderson:
 
     def test_solves_a_line_at_once(self):
         # For one unknown and an affine map the secant is exact: start, plain step, proposal.
-        solution = pcdeq.Anderson(tol=1e-12).solve(Problem(lambda z: 0.9 * z + 1, start=torch.ones(1, 1).double()))
+        solution = run(Problem(lambda z: 0.9 * z + 1, torch.ones(1, 1).double()), pcdeq.Anderson(tol=1e-12))
         assert solution.value.item() == pytest.approx(10, rel=1e-12)
         assert solution.steps.item() <= 4
 
@@ -142,8 +142,7 @@ class TestFastPath:
         solver = solver or pcdeq.Anderson(tol=1e-5)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert fused.applies(problem) is (KERNELS is not None and problem.pieces.form in fused.CODES)
-            fast, plain = solver.solve(problem), solver.solve_plain(problem)
+            fast, plain = run(problem, solver), iterate(problem, solver)
         assert fast.outcome is plain.outcome
         assert torch.equal(fast.converged, plain.converged)
         # Sums in another order may tip a sample over the threshold one step sooner or later.
@@ -193,7 +192,7 @@ class TestFastPath:
         problem = layer.equation(make_input("dense", dtype=torch.float32)).problem()
         solver = pcdeq.Anderson(tol=1e-9, max_steps=max_steps)
         with torch.no_grad():
-            fast, plain = solver.solve(problem), solver.solve_plain(problem)
+            fast, plain = run(problem, solver), iterate(problem, solver)
         assert fast.steps.tolist() == plain.steps.tolist() == [max_steps] * 2
         torch.testing.assert_close(fast.value, plain.value, rtol=1e-5, atol=0)
 
@@ -263,9 +262,9 @@ class TestSolution:
         layer = make_layer("dense", gain=1.0)
         problem = layer.equation(make_input("dense", samples=1)).problem()
         counted = dataclasses.replace(
-            problem, fn=lambda z: (calls.append(1), problem.fn(z))[1], start=problem.first(), pieces=None
+            problem, fn=lambda z: (calls.append(1), problem.fn(z))[1], start=problem.first(), form=None
         )
-        solution = SOLVERS[solver]().solve(counted)
+        solution = run(counted, SOLVERS[solver]())
         # All but Newton start at g(0), a step whose product is free.
         assert solution.steps.item() == len(calls) + (solver != "newton")
 
@@ -324,7 +323,7 @@ class TestSolution:
             ({"tol": float("nan")}, "tol must be above 0, got nan"),
             ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
             ({"max_steps": -3}, "max_steps must be at least 1, got -3"),
-            ({"stop": "never"}, "'certified' or 'decided', got 'never'"),
+            ({"stop": "never"}, "'sample' or 'batch', got 'never'"),
         ):
             with pytest.raises(UsageError, match=message):
                 make(**options)
@@ -389,7 +388,7 @@ class TestNeverSilentlyWrong:
     @each_solver
     @pytest.mark.parametrize("max_steps", [50, 5000])
     def test_the_certified_rule_is_met_only_by_the_true_error(self, solver, max_steps):
-        solver = SOLVERS[solver](stop="certified", max_steps=max_steps)
+        solver = pcdeq.Certified(SOLVERS[solver](max_steps=max_steps))
         layer = scalar_layer(0.999, "relu6", solver=solver)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -403,12 +402,12 @@ class TestNeverSilentlyWrong:
             assert caught[0].category is ConvergenceWarning
 
     def test_the_certified_rule_can_be_met_there(self):
-        layer = scalar_layer(0.999, "relu6", solver=pcdeq.Anderson(stop="certified"))
+        layer = scalar_layer(0.999, "relu6", solver=pcdeq.Certified())
         assert layer.solve(torch.full((1, 1), 0.001, dtype=torch.float64)).outcome is pcdeq.Outcome.CONVERGED
 
     @each_solver
     def test_the_certified_rule_with_an_input_that_is_no_number(self, solver):
-        layer = make_layer("dense", solver=SOLVERS[solver](stop="certified"))
+        layer = make_layer("dense", solver=pcdeq.Certified(SOLVERS[solver]()))
         x = make_input("dense", samples=3)
         x[1] = float("nan")
         with pytest.warns(ConvergenceWarning, match="NaN"):
@@ -418,7 +417,7 @@ class TestNeverSilentlyWrong:
 
     @each_solver
     def test_the_certified_rule_below_the_dtype_says_so(self, solver):
-        layer = make_layer("dense", solver=SOLVERS[solver](stop="certified", tol=1e-9), dtype=torch.float32)
+        layer = make_layer("dense", solver=pcdeq.Certified(SOLVERS[solver](tol=1e-9)), dtype=torch.float32)
         with pytest.warns(ConvergenceWarning, match="float64"):
             solution = layer.solve(make_input("dense", dtype=torch.float32))
         assert solution.outcome is pcdeq.Outcome.NOT_CERTIFIED
@@ -428,7 +427,7 @@ class TestNeverSilentlyWrong:
     @each_operator
     @pytest.mark.parametrize("activation", PAPER_ACTIVATIONS)
     def test_the_certified_bound_holds(self, activation, operator, solver):
-        layer = make_layer(operator, activation, gain=0.9, solver=SOLVERS[solver](stop="certified", tol=1e-3))
+        layer = make_layer(operator, activation, gain=0.9, solver=pcdeq.Certified(SOLVERS[solver](tol=1e-3)))
         x = make_input(operator, samples=4)
         solution = layer.solve(x)
         assert solution.converged.all()

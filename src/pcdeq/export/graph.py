@@ -16,7 +16,7 @@ from pcdeq.errors import UsageError
 from pcdeq.injection import BETA
 from pcdeq.models import Network, freeze
 from pcdeq.models.frozen import FrozenPcDEQ
-from pcdeq.warmstart import WarmStart
+from pcdeq.solvers.start import WarmStart
 
 
 class Equilibrium(nn.Module):

@@ -69,7 +69,7 @@ def _front_matter(facts: dict[str, Any], title: str) -> str:
 
 def _what(model: Network) -> str:
     shape = " x ".join(map(str, model.image_shape))
-    widths = ", ".join(str(layer.operator.raw[0].shape[0]) for layer in pcdeq_layers(model))
+    widths = ", ".join(str(layer.operator.shape[0]) for layer in pcdeq_layers(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     plural = "widths" if "," in widths else "width"
     lines = [

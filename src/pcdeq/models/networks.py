@@ -20,20 +20,18 @@ from torch import Tensor, nn
 
 from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
+from pcdeq.implicit import AnySolver, Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
-from pcdeq.models import normed
 from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
 from pcdeq.recipes import ImageShape
-from pcdeq.rule import Gradient
-from pcdeq.solvers import Solver
-from pcdeq.solving import SolvingLayer
+from pcdeq.solvers import SolvingLayer
 
 
 class SolverOptions(TypedDict, total=False):
     """Keywords that every layer takes which solves something."""
 
-    solver: Solver | None
-    adjoint_solver: Solver | None
+    solver: AnySolver | None
+    adjoint_solver: AnySolver | None
 
 
 class LayerOptions(SolverOptions, total=False):
@@ -158,9 +156,7 @@ class Network(nn.Sequential):
                 f"the network was built for images of shape {self.image_shape}, got a batch of shape "
                 f"{tuple(input.shape)}"
             )
-        if not self.training or torch.compiler.is_compiling():
-            return super().forward(input)
-        return normed.run(list(self._modules.values()), input)  # pyright: ignore[reportArgumentType]
+        return super().forward(input)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
         """Write config.json, model.safetensors and a model card, README.md, into a folder; return the folder.

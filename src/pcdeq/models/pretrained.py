@@ -57,7 +57,7 @@ def to_config(model: Network) -> dict[str, Any]:
         "model_type": "pcdeq",
         "pcdeq_version": __version__,
         "topology": topology,
-        "channels": [layer.operator.raw[0].shape[0] for layer in pcdeq_layers(model)],
+        "channels": [layer.operator.shape[0] for layer in pcdeq_layers(model)],
         "image_shape": list(model.image_shape),
         "num_classes": model.num_classes,
         "layers": options[0],

@@ -101,14 +101,14 @@ def certify(
 
 
 def class_decided(rest: nn.Sequential, tol: float = 1e-4) -> Callable[[Enclosure], Tensor]:
-    """The question "is the class proved?" for `PcDEQ.solve` with ``stop="decided"``; ``rest`` follows the layer.
+    """The question "is the class proved?" for `PcDEQ.solve`; ``rest`` follows the layer.
 
     >>> import torch, pcdeq
     >>> model = pcdeq.build("pcdeq-1-l-tanh").eval()  # flatten, lift, lift_norm, deq, deq_norm, classifier
     >>> images = torch.rand(8, 1, 28, 28)
     >>> question = class_decided(model[4:])
     >>> with torch.no_grad():
-    ...     solution = model.deq.solve(model[:3](images), solver=pcdeq.Anderson(stop="decided"), decided=question)
+    ...     solution = model.deq.solve(model[:3](images), until=question)
     >>> solution.converged.all().item(), model[4:](solution.value).argmax(1).equal(model(images).argmax(1))
     (True, True)
     """

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcdeq.equation import Equation
+from pcdeq.equation import Adjoint, Equation, product_margin
 from pcdeq.errors import UsageError
 from pcdeq.operators import LinearMap
-from pcdeq.proofs.order import Enclosure, full_precision, largest, product_margin
-from pcdeq.solvers.solution import per_sample
+from pcdeq.proofs.order import Enclosure, full_precision, largest
+from pcdeq.solvers import per_sample
 
 # Terms of a series before it is given up; one with a spectral radius of 0.97 needs about so many.
 MOST_TERMS = 500
@@ -63,17 +63,16 @@ def contraction(linear: LinearMap, slope: Tensor, margin: float) -> tuple[Tensor
 
 @torch.no_grad()
 @full_precision()
-def adjoint_distance(linear: LinearMap, slope: Tensor, grad: Tensor, u: Tensor) -> Tensor:
-    """A proved bound on |u - u*|, componentwise, u* the solution of u = D(Wᵀu + grad) for this slope; rounding covered.
+def adjoint_distance(adjoint: Adjoint, u: Tensor) -> Tensor:
+    """A proved bound on |u - u*|, componentwise, u* the solution of u = D(Wᵀu + v) for this slope; rounding covered.
 
     Costs two products and the terms of one series.
     """
-    margin = product_margin(linear, u)
-    mapped = slope * (linear.adjoint(u) + grad)
+    margin = product_margin(adjoint.map, u)
     # The terms have both signs, so rounding is relative to the sum of their sizes.
-    rounding = margin * (slope * (linear.adjoint(u.abs()) + grad.abs()) + u.abs())
-    weights, factor = contraction(linear, slope, margin)
-    worst = largest(((mapped - u).abs() + rounding) * (1 + margin) / weights)
+    rounding = margin * (adjoint.slope * (adjoint.pull(u.abs()) + adjoint.grad.abs()) + u.abs())
+    weights, factor = contraction(adjoint.map, adjoint.slope, margin)
+    worst = largest(((adjoint(u) - u).abs() + rounding) * (1 + margin) / weights)
     return torch.where(factor < 1, weights * worst / (1 - factor), torch.inf) * (1 + 4 * margin)
 
 

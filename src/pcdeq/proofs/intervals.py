@@ -188,7 +188,8 @@ def _solve(module: PcDEQ, equation: Equation, tol: float) -> Tensor:
     x = equation.x
     if tol >= SINGLE_PRECISION:
         equation = Equation(module.operator.bind(equation.map.weight.float()), module.activation, x.float())
-    return solve_equation(equation, Anderson(tol=tol, max_steps=1000), module.warm).value.to(x.dtype)
+    guess = None if module.warm is None else module.warm.guess(equation.x)
+    return solve_equation(equation, Anderson(tol=tol, max_steps=1000), guess).value.to(x.dtype)
 
 
 def _inject(module: PcDEQ, box: Box) -> Box:

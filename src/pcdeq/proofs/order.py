@@ -7,6 +7,9 @@ two). With r' = r + δ and D = Σ_{k<=K} Jᵏ r', d = λD satisfies d - Jd = λ 
 makes it so, and then z + d passes the test because g is concave. The little more, δ, also covers the
 rounding of the test (T9). What is claimed in the end is only what the test itself has shown, with a
 margin for the rounding of its own products: nothing depends on how the candidate was found.
+
+The test is about any monotone map that can say by how much it rounds (`Rounded`); the candidate needs a concave one
+whose slope is known, such as the equation of a layer.
 """
 
 from __future__ import annotations
@@ -14,25 +17,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pcdeq.activations import ROUNDINGS
 from pcdeq.equation import Equation
-from pcdeq.errors import UsageError
-from pcdeq.operators import DenseMap, LinearMap
-from pcdeq.solvers import Anderson, Guess, Outcome, Problem, Solution, Solver
-from pcdeq.solvers.solution import per_sample
+from pcdeq.operators import DenseMap
+from pcdeq.solvers import Anderson, run
 
 # (terms of the series, slack δ as a fraction of the largest residual) of the first attempt and the next ones.
 ATTEMPTS = ((5, 0.05), (10, 0.3), (20, 1.0), (40, 4.0))
 # Tolerances by which bounds are tightened to a width; below the second number float32 is of no use.
 REFINEMENTS = (1e-5, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
 SINGLE_PRECISION = 1e-6
-# The first tolerance at which `solve_decided` looks.
-COARSEST = 1e-1
 # Slack for rounding, in units of the test's margin: one is used up by the test itself.
 ROUNDING_SLACK = 2.5
 
@@ -59,6 +57,16 @@ class Enclosure:
     def width(self) -> Tensor:
         """upper - lower, componentwise."""
         return self.upper - self.lower
+
+
+class Rounded(Protocol):
+    """A monotone map of the nonnegative cone into itself that knows its rounding."""
+
+    def __call__(self, z: Tensor) -> Tensor: ...
+
+    def margin(self, z: Tensor) -> float:
+        """A bound on the relative rounding error of an evaluation at a point like z."""
+        ...
 
 
 @contextmanager
@@ -108,7 +116,7 @@ def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equati
     if z.dtype != torch.float32:
         return enclose_near(equation, z)
     value = equation(z)
-    rounding = ROUNDING_SLACK * rounding_margin(equation, z) * largest(value)
+    rounding = ROUNDING_SLACK * equation.margin(z) * largest(value)
     coarse = (rounding > 0.5 * largest((value - z).abs())).flatten()
     if isinstance(equation.map, DenseMap) or bool(coarse.all()):
         return _in_single_precision(enclose_near(to_float64(equation), z.double()))
@@ -132,7 +140,7 @@ def refine(
             box = Enclosure(box.lower.double(), box.upper.double(), box.certified)
         part = equation.select(wide)
         # Plain steps would do as well; Anderson needs fewer.
-        better = Anderson(tol=tol, max_steps=1000).solve(part.problem().continued(z[wide], 1)).value
+        better = run(part.problem().continued(z[wide], 1), Anderson(tol=tol, max_steps=1000)).value
         found = enclose_near(part, better)
         z[wide] = better
         # Both are bounds, so the better of the two is.
@@ -144,9 +152,9 @@ def refine(
 
 def _attempt(below: Equation, above: Equation, z: Tensor, terms: int, slack: float) -> tuple[Tensor, Tensor, Tensor]:
     """z - d, z + d, and for which samples both pass the order test."""
-    margin = rounding_margin(below, z)
+    margin = below.margin(z)
     product = below.product(z)
-    low_value, low_slope = _value_and_slope(below, product)
+    low_value, low_slope = below.value_and_slope(product)
     high_value = low_value if above is below else above.activation.value(product + above.x)
     residual = torch.maximum(high_value - z, z - low_value).clamp_(min=0)
     # The slope at the lower input is the larger one, so it serves for both sides.
@@ -161,58 +169,38 @@ def _attempt(below: Equation, above: Equation, z: Tensor, terms: int, slack: flo
     distance = distance * largest(scale).clamp(min=1)
     high = z + distance
     low = torch.maximum(z - distance, below.at_zero() * (1 - ROUNDING_SLACK * margin))
-    raised, lowered = rounded_down(below, low, margin), rounded_up(above, high, margin)
-    proved = _all(raised >= low) & _all((lowered <= high) & (high < torch.inf)) & _all(raised <= lowered)
+    raised, lowered = rounded_down(below, low), rounded_up(above, high)
+    proved = _is_lower(low, raised) & _is_upper(high, lowered) & _all(raised <= lowered)
     # One more step from either side stays on its side (g is monotone) and comes closer, for free.
     return torch.maximum(raised, low), lowered, proved
 
 
-def _value_and_slope(equation: Equation, product: Tensor) -> tuple[Tensor, Tensor]:
-    value = equation.activation.value(product + equation.x)
-    if equation.activation.slope_of_value is not None:
-        return value, equation.activation.slope_of_value(value)
-    return value, equation.activation.derivative(product + equation.x)
-
-
-def rounded_up(equation: Equation, u: Tensor, margin: float) -> Tensor:
+def rounded_up(fn: Rounded, u: Tensor) -> Tensor:
     """A number that is at least g(u) in real arithmetic."""
-    return equation(u) * (1 + margin) + _tiny(u)
+    return fn(u) * (1 + fn.margin(u)) + _tiny(u)
 
 
-def rounded_down(equation: Equation, low: Tensor, margin: float) -> Tensor:
+def rounded_down(fn: Rounded, low: Tensor) -> Tensor:
     """A number >= 0 that is at most g(l) in real arithmetic."""
-    return (equation(low) * (1 - margin) - _tiny(low)).clamp_(min=0)
+    return (fn(low) * (1 - fn.margin(low)) - _tiny(low)).clamp(min=0)
 
 
-def is_upper(equation: Equation, u: Tensor, margin: float) -> Tensor:
+def is_upper(fn: Rounded, u: Tensor) -> Tensor:
     """T1 for each sample: 0 <= u and g(u) <= u in real numbers, hence z* <= u."""
-    return _all((rounded_up(equation, u, margin) <= u) & (u >= 0) & (u < torch.inf))
+    return _is_upper(u, rounded_up(fn, u))
 
 
-def is_lower(equation: Equation, low: Tensor, margin: float) -> Tensor:
+def is_lower(fn: Rounded, low: Tensor) -> Tensor:
     """T1 for each sample: 0 <= l <= g(l) in real numbers, hence l <= z*."""
-    return _all((rounded_down(equation, low, margin) >= low) & (low >= 0))
+    return _is_lower(low, rounded_down(fn, low))
 
 
-def rounding_margin(equation: Equation, z: Tensor) -> float:
-    """A bound on the relative rounding error of one evaluation of g (T9).
-
-    All terms of Wz + x are nonnegative, so the sum's error is relative: at most half an eps for each
-    rounding. s is concave with s(0) >= 0, so it does not enlarge a relative error; its own evaluation
-    is given 16 eps. A custom s that needs more is refused.
-    """
-    activation = equation.activation
-    if not activation.builtin and activation.loses_digits_at is not None:
-        raise UsageError(
-            f"activation '{activation.name}' loses digits near y = {activation.loses_digits_at:.1g}, so nothing can be "
-            "proved with it: write it without a difference of nearly equal numbers, as -torch.expm1(-y) for 1 - exp(-y)"
-        )
-    return product_margin(equation.map, z)
+def _is_upper(u: Tensor, image: Tensor) -> Tensor:
+    return _all((image <= u) & (u >= 0) & (u < torch.inf))
 
 
-def product_margin(linear: LinearMap, z: Tensor) -> float:
-    """The same for one product of nonnegative numbers and a little that follows it."""
-    return (linear.terms(z.shape[1:]) / 2 + ROUNDINGS) * torch.finfo(z.dtype).eps
+def _is_lower(low: Tensor, image: Tensor) -> Tensor:
+    return _all((image >= low) & (low >= 0))
 
 
 def _in_single_precision(box: Enclosure) -> Enclosure:
@@ -233,86 +221,3 @@ def _all(condition: Tensor) -> Tensor:
 
 def _tiny(z: Tensor) -> float:
     return torch.finfo(z.dtype).tiny
-
-
-def solve_certified(solver: Solver, equation: Equation, guess: Guess | None = None) -> Solution:
-    """Solve until the proved bound on ‖z - z*‖ / ‖z‖ is below the solver's tol, sample by sample."""
-
-    def distance(z: Tensor) -> Tensor:
-        box = enclose_near(equation, z)
-        farthest = torch.maximum(box.upper - z, z - box.lower)
-        return torch.where(per_sample(box.certified, z), farthest, torch.inf)
-
-    return solve_to_bound(solver, equation.problem(guess), distance)
-
-
-def solve_to_bound(solver: Solver, problem: Problem, distance: Callable[[Tensor], Tensor]) -> Solution:
-    """Solve until ``distance``, a proved bound on the error of a point, is below the solver's tol times its norm.
-
-    Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is
-    tightened by what was missing until the bound is met or the steps are used up.
-    """
-    inner = solver.with_options(stop="sample", throw=False)
-    while True:
-        solution = inner.solve(problem)
-        error, size = inner.norm(distance(solution.value)), inner.norm(solution.value)
-        # A point that is exactly 0, and proved to be right, is right; a NaN proves nothing.
-        bound = torch.where(error == 0, 0.0, error / size).to(solution.value.dtype)
-        converged = bound < solver.tol
-        finest = 4 * torch.finfo(bound.dtype).eps
-        used = int(solution.steps.max())
-        spent = used >= solver.max_steps or inner.tol <= finest
-        if solution.outcome is Outcome.NONFINITE or bool(converged.all()) or spent:
-            break
-        missing = float((bound / solver.tol).clamp(2.0, 100.0).max())
-        inner = inner.with_options(tol=max(inner.tol / missing, finest))
-        problem = problem.continued(solution.value, used)
-    outcome = certified_outcome(solution.outcome, converged)
-    return Solution(solution.value, solution.steps, bound, converged, outcome)
-
-
-def certified_outcome(found: Outcome, converged: Tensor) -> Outcome:
-    """The outcome where a bound decides, not the residual."""
-    if bool(converged.all()):
-        return Outcome.CONVERGED
-    return Outcome.NOT_CERTIFIED if found in (Outcome.CONVERGED, Outcome.PRECISION) else found
-
-
-def _answers(answers: Tensor, samples: int) -> Tensor:
-    if tuple(answers.shape) != (samples,) or answers.dtype != torch.bool:
-        raise UsageError(
-            f"decided must answer with one truth value a sample, shape ({samples},), not {answers.dtype} of shape "
-            f"{tuple(answers.shape)}"
-        )
-    return answers
-
-
-def solve_decided(
-    solver: Solver, equation: Equation, decided: Callable[[Enclosure], Tensor], guess: Guess | None = None
-) -> Solution:
-    """Solve each sample only until ``decided`` says that the bounds on z* settle the question.
-
-    Tolerances from coarse to the solver's own are tried in turn, on the samples that are left.
-    """
-    if not len(equation.x):
-        return Solution.empty(equation.x)
-    value = torch.empty_like(equation.x)
-    steps = torch.zeros(len(value), dtype=torch.int64, device=value.device)
-    residual = torch.full((len(value),), torch.inf, dtype=value.dtype, device=value.device)
-    done = torch.zeros_like(steps, dtype=torch.bool)
-    left = torch.arange(len(value), device=value.device)
-    inner = solver.with_options(stop="sample", throw=False, tol=max(COARSEST, solver.tol))
-    problem = equation.problem(guess)
-    while True:
-        part = equation.select(left)
-        solution = inner.solve(problem)
-        value[left], steps[left], residual[left] = solution.value, solution.steps, solution.residual
-        done[left] = _answers(decided(enclose_near(part, solution.value)), len(left))
-        open_ = ~done[left]
-        used = int(solution.steps.max())
-        if not bool(open_.any()) or inner.tol <= solver.tol or used >= solver.max_steps:
-            break
-        inner = inner.with_options(tol=max(inner.tol / 10, solver.tol))
-        problem = part.select(open_).problem().continued(solution.value[open_], used)
-        left = left[open_]
-    return Solution(value, steps, residual, done, certified_outcome(solution.outcome, done))

@@ -23,7 +23,7 @@ from pcdeq.proofs.rates import a_priori_rate
 from pcdeq.report.charts import BLUE, COLOURS, GREEN, LABELS, ORANGE, STYLES, Chart, finish, new_figure
 from pcdeq.report.curves import NETWORKS, families
 from pcdeq.report.tables import Line
-from pcdeq.solvers import Anderson, Picard
+from pcdeq.solvers import Anderson, Picard, run
 from pcdeq.theory.metrics import thompson
 from pcdeq.training import load, spread
 from pcdeq.training.pretrained import is_pretrained
@@ -80,9 +80,9 @@ def find_subjects(lines: Iterable[Line], data_dir: Path | None = None) -> list[S
 
 
 def _network_of(line: Line) -> Network | None:
-    for run in line.runs:
-        if run.has("last"):
-            return load(run)
+    for candidate in line.runs:
+        if candidate.has("last"):
+            return load(candidate)
     name = f"{line.row.name}-{line.data}"
     return load(name) if is_pretrained(name) else None
 
@@ -174,7 +174,7 @@ def draw_solvers(subjects: list[Subject]) -> Chart:
             for steps in range(1, MOST_STEPS + 1):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", ConvergenceWarning)
-                    found = kind(tol=1e-15, max_steps=steps).solve(equation.problem())
+                    found = run(equation.problem(), kind(tol=1e-15, max_steps=steps))
                 error = ((found.value - solution).flatten(1).norm(dim=1) / solution.flatten(1).norm(dim=1)).max()
                 errors.append(max(float(error), 1e-16))
                 data.append({"activation": subject.activation, "solver": name, "step": steps, "error": errors[-1]})

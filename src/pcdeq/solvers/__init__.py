@@ -1,21 +1,26 @@
-"""Fixed point solvers: small frozen objects, one method a file, one `Solution`."""
+"""Fixed point solvers: small frozen objects, one method a file, one loop, one `Solution`."""
 
 from pcdeq.solvers.anderson import Anderson
+from pcdeq.solvers.loop import run
 from pcdeq.solvers.newton import Newton
 from pcdeq.solvers.picard import Picard
-from pcdeq.solvers.solution import Guess, Outcome, Pieces, Problem, Solution, Solver, SolveStats, Weight, report
+from pcdeq.solvers.problem import Outcome, Problem, Solution, SolveStats, Summary, per_sample, report
+from pcdeq.solvers.record import SolvingLayer
+from pcdeq.solvers.solver import Solver, State
 
 __all__ = [
     "Anderson",
-    "Guess",
     "Newton",
     "Outcome",
     "Picard",
-    "Pieces",
     "Problem",
     "Solution",
     "SolveStats",
     "Solver",
-    "Weight",
+    "SolvingLayer",
+    "State",
+    "Summary",
+    "per_sample",
     "report",
+    "run",
 ]

@@ -7,22 +7,32 @@ and not above q^j R, where j counts the proposals kept so far and R is the large
 plain step; otherwise the sample takes the plain step z <- g(z) from where it was. Plain steps alone
 converge from every start in the box, kept proposals have residuals that go to 0 (R is bounded, as the
 box is), and the fixed point is unique: so the whole converges, whatever is proposed.
+
+A point that was not kept still serves as history: a secant through it is as good as any other, and so
+no tensor but the next point depends on the decision.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.solvers import fused
-from pcdeq.solvers.solution import Problem, Solution, Solver, per_sample
+from pcdeq.solvers.problem import Problem, per_sample
+from pcdeq.solvers.solver import Norm, Solver, State, evaluate
 
-# (g(z), residual) of an earlier point.
-Point = tuple[Tensor, Tensor]
+
+class Safeguard(NamedTuple):
+    """What decides whether a proposal is kept, one number a sample, and the points before the last."""
+
+    norm: Tensor  # of the residual at the last point that was kept
+    largest: Tensor  # R
+    power: Tensor  # q^(j+1)
+    plain: Tensor  # whether the next point is the plain step
+    older: tuple[tuple[Tensor, Tensor], ...] = ()  # (value, residual), the latest first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,82 +59,74 @@ class Anderson(Solver):
         if not 0 < self.decay < 1:
             raise UsageError(f"decay must be between 0 and 1, got {self.decay}")
 
-    def propose(self, value: Tensor, residual: Tensor, history: deque[Point]) -> Tensor:
-        """Σ aᵢ g(zᵢ) over the last points, with Σ aᵢ = 1 and ‖Σ aᵢ rᵢ‖ least, sample by sample."""
-        changes = [residual - past_residual for _, past_residual in history]
-        weights = _least_squares(changes, residual)
-        # Weights that sum to 1 or more mean that residuals grow: far below z*, where the map still expands
-        # and the secant points back to 0. The plain step is better there.
-        towards = torch.stack(weights).sum(0) < 1
-        proposal = value
-        for (past_value, _), weight in zip(history, weights, strict=True):
-            proposal = proposal - per_sample(torch.where(towards, weight, 0.0), value) * (value - past_value)
-        return proposal
-
     @property
-    def can_be_fused(self) -> bool:
-        """Whether the kernels know this kind of solve."""
-        return self.memory == 1 and self.stop == "sample" and type(self) is Anderson
+    def kernel_decay(self) -> float | None:
+        return self.decay if self.memory == 1 and self.stop == "sample" and type(self) is Anderson else None
 
-    def solve(self, problem: Problem) -> Solution:
-        if self.can_be_fused and fused.applies(problem):
-            return fused.anderson(self, self.decay, problem)
-        return self.solve_plain(problem)
+    def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        value, residual, length = evaluate(problem, point, norm)
+        if state is None:
+            power = torch.full_like(length, self.decay)
+            guard = Safeguard(length, length, power, torch.ones_like(length, dtype=torch.bool))
+            return State(value, value, residual, length, guard)
+        guard: Safeguard = state.memory
+        kept = guard.plain | (length <= torch.minimum(guard.norm, guard.largest * guard.power))
+        following, proposed = self.propose(value, residual, length, kept, state, norm)
+        if problem.box is None:  # a map of unknown structure: what was refused may be infinite
+            following = torch.where(per_sample(kept, value), following, state.value)
+        else:
+            following = following.clamp(*problem.box)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        guard = Safeguard(
+            norm=torch.where(kept, length, guard.norm),
+            largest=torch.where(guard.plain, torch.maximum(guard.largest, length), guard.largest),
+            power=torch.where(kept & ~guard.plain, guard.power * self.decay, guard.power),
+            plain=~proposed,
+            older=((state.value, state.residual), *guard.older)[: self.memory - 1],
+        )
+        return State(following, value, residual, length, guard)
 
-    def solve_plain(self, problem: Problem) -> Solution:
-        """The reference: the same in plain torch, on any device and dtype, differentiable."""
-        if problem.steps >= self.max_steps:
-            return self.give_up(problem)
-        z = problem.first()
-        value = problem.fn(z)
-        residual = value - z
-        norm = largest = self.norm(residual)
-        relative = self.relative_residual(residual, value)
-        steps = torch.full(z.shape[:1], problem.steps + 1, device=z.device)
-        active = relative >= self.tol
-        plain = torch.ones_like(active)  # samples whose next step is the plain one
-        kept = torch.zeros_like(steps)
-        history: deque[Point] = deque(maxlen=self.memory)
-        for step in range(problem.steps + 1, self.max_steps):
-            if self.may_check(step, z) and not bool(active.any()):
-                break
-            candidate = value
-            if history:
-                proposal = self.propose(value, residual, history)
-                if problem.box is not None:
-                    proposal = proposal.clamp(*problem.box)  # pyright: ignore[reportCallIssue, reportArgumentType]
-                candidate = torch.where(per_sample(plain, value), value, proposal)
-                plain = plain | (candidate == value).flatten(1).all(1)
-            new_value = problem.fn(candidate)
-            new_residual = new_value - candidate
-            new_norm = self.norm(new_residual)
-            new_relative = self.relative_residual(new_residual, new_value)
-            small = new_norm <= torch.minimum(norm, largest * self.decay ** (kept + 1))
-            accept = plain | small | (new_relative < self.tol)
-            move = active & accept
-            history.append((value, residual))
-            moved = per_sample(move, value)
-            value, residual = torch.where(moved, new_value, value), torch.where(moved, new_residual, residual)
-            norm, relative = torch.where(move, new_norm, norm), torch.where(move, new_relative, relative)
-            largest = torch.where(move & plain, torch.maximum(largest, new_norm), largest)
-            steps += active
-            kept += move & ~plain
-            plain = ~accept
-            active = active & (relative >= self.tol)
-        return self.finish(value, steps, relative)
+    def propose(
+        self, value: Tensor, residual: Tensor, length: Tensor, kept: Tensor, state: State, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        """The next point, and for which samples it is a proposal.
+
+        Proposed is Σ aᵢ g(zᵢ) over the last points, with Σ aᵢ = 1 and ‖Σ aᵢ rᵢ‖ least, sample by sample. Where the last
+        point was not kept, the next one is the value before it, and where no proposal is of use, the plain step.
+        """
+        past = ((state.value, state.residual), *state.memory.older)
+        changes = [residual - earlier for _, earlier in past]
+        if len(changes) > 1:
+            first, *rest = _least_squares(changes, residual)
+        else:
+            # <r, d> / <d, d> for d = r - r', from three norms: none of them is squared, so none is lost.
+            span = norm(changes[0])
+            first, rest = 0.5 + 0.5 * ((length - state.length) / span) * ((length + state.length) / span), []
+        # Coefficients that sum to 1 or more mean that residuals grow: far below z*, where the map still expands and the
+        # secant points back to 0. The plain step is better there. A NaN, where nothing changed, compares as false.
+        proposed = kept & (sum(rest, start=first) < 1)
+        # The first one also says how to go without a proposal: 0 is the plain step, 1 leads back.
+        following = torch.lerp(value, state.value, _spread(torch.where(proposed, first, ~kept), value))
+        for coefficient, (earlier, _) in zip(rest, past[1:], strict=True):
+            following = following + _spread(torch.where(proposed, coefficient, 0.0), value) * (earlier - value)
+        return following, proposed
+
+
+def _spread(values: Tensor, like: Tensor) -> Tensor:
+    return per_sample(values.to(like.dtype), like)
 
 
 def _least_squares(changes: list[Tensor], residual: Tensor) -> list[Tensor]:
     """Coefficients c of least ‖residual - Σ cᵢ changesᵢ‖ for each sample, each (samples,)."""
     dims = tuple(range(1, residual.ndim))
-    right = [(change * residual).sum(dims) for change in changes]
-    gram = [[(a * b).sum(dims) for b in changes] for a in changes]
-    if len(changes) == 1:
-        return [torch.where(gram[0][0] > 0, right[0] / gram[0][0], 0.0)]
-    matrix = torch.stack([torch.stack(row, -1) for row in gram], -2)
+    # Squares of small numbers would be 0: each sample is measured by its largest change.
+    size = torch.stack([change.abs().amax(dims, keepdim=True) for change in changes]).amax(0)
+    size = size + (size == 0)
+    changes, residual = [change / size for change in changes], residual / size
+    right = torch.stack([(change * residual).sum(dims) for change in changes], -1)
+    gram = torch.stack([torch.stack([(a * b).sum(dims) for b in changes], -1) for a in changes], -2)
     # Nearly parallel changes: a little regularisation, relative to their size, keeps this solvable.
-    scale = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+    scale = gram.diagonal(dim1=-2, dim2=-1).amax(-1)
     ridge = (scale * 100 * torch.finfo(scale.dtype).eps + torch.finfo(scale.dtype).tiny)[:, None, None]
     identity = torch.eye(len(changes), dtype=scale.dtype, device=scale.device)
-    solved, _ = torch.linalg.solve_ex(matrix + ridge * identity, torch.stack(right, -1))
+    solved, _ = torch.linalg.solve_ex(gram + ridge * identity, right)
     return list(solved.unbind(-1))

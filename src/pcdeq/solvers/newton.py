@@ -9,11 +9,14 @@ system per sample and step: at most a few thousand unknowns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.solvers.solution import Problem, Solution, Solver, per_sample
+from pcdeq.solvers.problem import Problem
+from pcdeq.solvers.solver import Norm, Solver, State, evaluate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,29 +31,20 @@ class Newton(Solver):
 
     max_steps: int = 50
 
-    def solve(self, problem: Problem) -> Solution:
+    begins_at_start: ClassVar[bool] = False
+
+    def init(self, problem: Problem) -> Tensor:
         if problem.jacobian is None or problem.box is None:
             raise UsageError(
                 "Newton needs a map whose Jacobian and bounds are known: a pcDEQ layer, forward; use Anderson or Picard"
             )
-        z = torch.zeros_like(problem.first()) + problem.box[1]
-        steps = torch.zeros(z.shape[:1], dtype=torch.int64, device=z.device)
-        residual = torch.full(z.shape[:1], torch.inf, dtype=z.dtype, device=z.device)
-        active = residual >= self.tol
-        identity = torch.eye(z[0].numel(), dtype=z.dtype, device=z.device)
-        value = z
-        for _ in range(self.max_steps):
-            if not bool(active.any()):
-                break
-            moving = per_sample(active, z)
-            value = torch.where(moving, problem.fn(z), value)
-            residual = torch.where(active, self.relative_residual(value - z, value), residual)
-            steps += active
-            active = active & (residual >= self.tol)
-            excess = (z - value).flatten(1)
-            change, _ = torch.linalg.solve_ex(identity - problem.jacobian(z), excess)
-            # In exact arithmetic the step falls and stays above 0; g(z) is as good where rounding denies it.
-            newton = z - change.reshape(z.shape)
-            safe = (newton <= value) & (newton >= 0)
-            z = torch.where(per_sample(active, z), torch.where(safe, newton, value), z)
-        return self.finish(value, steps, residual)
+        return torch.zeros_like(problem.first()) + problem.box[1]
+
+    def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        assert problem.jacobian is not None
+        value, residual, length = evaluate(problem, point, norm)
+        matrix = torch.eye(point[0].numel(), dtype=point.dtype, device=point.device) - problem.jacobian(point)
+        change, _ = torch.linalg.solve_ex(matrix, -residual.flatten(1))
+        # In exact arithmetic the step falls and stays above 0; g(z) is as good where rounding denies it.
+        newton = point - change.reshape(point.shape)
+        return State(torch.where((newton <= value) & (newton >= 0), newton, value), value, residual, length)

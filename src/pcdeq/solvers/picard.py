@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
-from pcdeq.solvers.solution import Problem, Solution, Solver, per_sample
+from pcdeq.solvers.problem import Problem
+from pcdeq.solvers.solver import Norm, Solver, State, evaluate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +25,6 @@ class Picard(Solver):
     'CONVERGED'
     """
 
-    def solve(self, problem: Problem) -> Solution:
-        z = problem.first()
-        residual = torch.full(z.shape[:1], torch.inf, dtype=z.dtype, device=z.device)
-        if problem.steps and self.stop == "batch":
-            # The start stands for g(0): it was a step from 0, which the paper's rule may accept.
-            residual = self.relative_residual(z, z)
-        active = residual >= self.tol
-        steps = torch.full(z.shape[:1], problem.steps, device=z.device)
-        if problem.steps >= self.max_steps:
-            return self.give_up(problem)
-        for step in range(problem.steps, self.max_steps):
-            if self.may_check(step, z) and not bool(active.any()):
-                break
-            new = problem.fn(z)
-            residual = torch.where(active, self.relative_residual(new - z, new), residual)
-            # Under the batch rule all samples stop at once, so nothing needs to be held back.
-            z = new if self.stop == "batch" else torch.where(per_sample(active, z), new, z)
-            steps += active
-            active = active & (residual >= self.tol)  # a NaN stops its sample
-        return self.finish(z, steps, residual)
+    def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        value, residual, length = evaluate(problem, point, norm)
+        return State(value, value, residual, length)

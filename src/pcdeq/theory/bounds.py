@@ -15,14 +15,44 @@ g is monotone and scalable; `check_monotone` and `check_scalable` look for the c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from pcdeq.proofs.order import Enclosure
+from pcdeq.proofs import order
+from pcdeq.proofs.order import Enclosure, largest
+from pcdeq.solvers import per_sample
 from pcdeq.theory.mappings import Map, require_cone, rounding, value_of
 
 # How far from its point `enclose_map` looks: a factor of 1 + 4^10.
 WIDEST = 4.0**10
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A user's map on points z as the order test wants it: samples first, and a margin for its rounding."""
+
+    fn: Map
+    z: Tensor
+    rtol: float | None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return value_of(self.fn, z.reshape(self.z.shape)).reshape(z.shape)
+
+    def margin(self, z: Tensor) -> float:
+        return rounding(z[0]) if self.rtol is None else self.rtol
+
+    @property
+    def points(self) -> Tensor:
+        require_cone(z=self.z)
+        return self.z if self.z.ndim > 1 else self.z.reshape(1, -1)
+
+    def answers(self, values: Tensor) -> Tensor:
+        return values if self.z.ndim > 1 else values.reshape(())
+
+    def enclosure(self, lower: Tensor, upper: Tensor, certified: Tensor) -> Enclosure:
+        return Enclosure(lower.reshape(self.z.shape), upper.reshape(self.z.shape), self.answers(certified))
 
 
 @torch.no_grad()
@@ -39,8 +69,8 @@ def is_lower(fn: Map, z: Tensor, *, rtol: float | None = None) -> Tensor:
     >>> is_lower(fn, z).tolist(), is_upper(fn, z).tolist()
     ([True, False], [False, True])
     """
-    require_cone(z=z)
-    return _below(z, value_of(fn, z), _margin(z, rtol))
+    given = _Samples(fn, z, rtol)
+    return given.answers(order.is_lower(given, given.points))
 
 
 @torch.no_grad()
@@ -49,8 +79,8 @@ def is_upper(fn: Map, z: Tensor, *, rtol: float | None = None) -> Tensor:
 
     Claims nothing unless fn is a standard interference mapping; see `is_lower` for an example.
     """
-    require_cone(z=z)
-    return _above(z, value_of(fn, z), _margin(z, rtol))
+    given = _Samples(fn, z, rtol)
+    return given.answers(order.is_upper(given, given.points))
 
 
 @torch.no_grad()
@@ -67,20 +97,19 @@ def enclose_map(fn: Map, z: Tensor, *, rtol: float | None = None) -> Enclosure:
     >>> bool(box.certified), bool(box.lower < (3 + 5**0.5) / 2 < box.upper), box.width.item() < 1e-5
     (True, True, True)
     """
-    require_cone(z=z)
-    margin = _margin(z, rtol)
+    given = _Samples(fn, z, rtol)
+    z = given.points
     lower, upper = torch.zeros_like(z), torch.full_like(z, torch.inf)
-    below = above = torch.zeros(z.shape[:1] if z.ndim > 1 else (), dtype=torch.bool, device=z.device)
-    delta = 4 * margin
+    below = above = torch.zeros(z.shape[:1], dtype=torch.bool, device=z.device)
+    delta = 4 * given.margin(z)
     while delta <= WIDEST and not bool((below & above).all()):
         low, high = z / (1 + delta), z * (1 + delta)
-        now_below = _below(low, value_of(fn, low), margin)
-        now_above = _above(high, value_of(fn, high), margin)
-        lower = torch.where(_spread(now_below & ~below, z), low, lower)
-        upper = torch.where(_spread(now_above & ~above, z), high, upper)
+        now_below, now_above = order.is_lower(given, low), order.is_upper(given, high)
+        lower = torch.where(per_sample(now_below & ~below, z), low, lower)
+        upper = torch.where(per_sample(now_above & ~above, z), high, upper)
         below, above = below | now_below, above | now_above
         delta *= 4
-    return Enclosure(lower, upper, below & above)
+    return given.enclosure(lower, upper, below & above)
 
 
 @torch.no_grad()
@@ -97,40 +126,14 @@ def scaling_bounds(fn: Map, z: Tensor, *, rtol: float | None = None) -> Enclosur
     >>> round(box.lower.item(), 4), round(box.upper.item(), 4), bool(box.certified)
     (2.5, 2.7208, True)
     """
-    require_cone(z=z)
-    margin = 2 * _margin(z, rtol)
-    value, at_zero = value_of(fn, z), value_of(fn, torch.zeros_like(z)) * (1 - margin)
+    given = _Samples(fn, z, rtol)
+    z = given.points
+    margin = 2 * given.margin(z)
+    value, at_zero = given(z), given(torch.zeros_like(z)) * (1 - margin)
     require_cone(**{"fn(0)": at_zero})
-    fall = _largest((z - value * (1 - margin)).clamp(min=0) / at_zero)
-    rise = _largest((value * (1 + margin) - z).clamp(min=0) / at_zero)
+    fall = largest((z - value * (1 - margin)).clamp(min=0) / at_zero)
+    rise = largest((value * (1 + margin) - z).clamp(min=0) / at_zero)
     bounded = rise < 1  # not so where fn(0) is 0: then the ratio is infinite or not a number
-    lower = torch.nan_to_num(z * (1 - margin) / (1 + _spread(fall, z)), nan=0.0)
-    upper = torch.where(_spread(bounded, z), z * (1 + margin) / (1 - _spread(rise, z)), torch.inf)
-    return Enclosure(lower, upper, bounded)
-
-
-def _margin(z: Tensor, rtol: float | None) -> float:
-    return rounding(z[0] if z.ndim > 1 else z) if rtol is None else rtol
-
-
-def _below(z: Tensor, value: Tensor, margin: float) -> Tensor:
-    """z <= value in real numbers; a component 0 is below everything."""
-    return _all((value * (1 - margin) - torch.finfo(z.dtype).tiny >= z) | ((z == 0) & (value >= 0)))
-
-
-def _above(z: Tensor, value: Tensor, margin: float) -> Tensor:
-    """value <= z in real numbers, z finite."""
-    return _all((value * (1 + margin) + torch.finfo(z.dtype).tiny <= z) & z.isfinite())
-
-
-def _all(condition: Tensor) -> Tensor:
-    return condition.flatten(1).all(1) if condition.ndim > 1 else condition.all()
-
-
-def _largest(z: Tensor) -> Tensor:
-    return z.flatten(1).amax(1) if z.ndim > 1 else z.max()
-
-
-def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """One value per sample, shaped so that it broadcasts over the samples' components."""
-    return values.reshape(-1, *[1] * (like.ndim - 1)) if like.ndim > 1 else values
+    lower = torch.nan_to_num(z * (1 - margin) / (1 + fall), nan=0.0)
+    upper = torch.where(bounded, z * (1 + margin) / (1 - rise), torch.inf)
+    return given.enclosure(lower, upper, bounded.reshape(len(z)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pcdeq.solving import SolvingLayer
+from pcdeq.solvers import SolvingLayer
 
 
 @dataclass

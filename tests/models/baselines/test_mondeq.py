@@ -10,6 +10,7 @@ from pcdeq.errors import UsageError
 from pcdeq.models.baselines.mondeq import TUNE_EVERY, MonDEQ
 from pcdeq.models.baselines.monotone import ConvMonotone, DenseMonotone, Monotone, TieredMonotone, convolve
 from pcdeq.models.baselines.splitting import Splitting, search_alpha
+from pcdeq.proofs.certified import Certified
 from pcdeq.solvers import Anderson, Picard
 
 SHAPES = {"dense": (7,), "conv": (2, 6, 4), "tiers": (2, 8, 8)}  # of an input
@@ -283,7 +284,7 @@ class TestLayer:
             ({"splitting": "newton"}, "unknown splitting"),
             ({"alpha": 0.0}, "alpha must be positive"),
             ({"damping": 1.0}, "damping must be"),
-            ({"solver": Picard(stop="certified")}, "need a pcDEQ layer"),
+            ({"solver": Certified(Picard())}, "solver must be Picard"),
         ],
     )
     def test_wrong_options(self, bad, message):

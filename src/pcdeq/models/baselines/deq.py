@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pcdeq.equation import Adjoint
 from pcdeq.errors import UsageError
 from pcdeq.implicit import attach_gradient, no_autocast, solve_adjoint
 from pcdeq.models.networks import MC, SC, L
 from pcdeq.operators import ConvMap, DenseMap, LinearMap
-from pcdeq.solvers import Anderson, Problem, Solution, Solver
-from pcdeq.solvers.solution import per_sample
-from pcdeq.solving import SolvingLayer
+from pcdeq.solvers import Anderson, Problem, Solution, Solver, SolvingLayer, per_sample, run
+from pcdeq.solvers.solver import require_solver
 
 TensorMap = Callable[[Tensor], Tensor]
 # An adjoint solve that stopped at a larger residual is no better than one step.
@@ -91,8 +91,8 @@ class DEQ(SolvingLayer):
     ) -> None:
         solver = Anderson() if solver is None else solver
         adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-        if {"certified", "decided"} & {solver.stop, adjoint_solver.stop}:
-            raise UsageError('stop="certified" and "decided" need a pcDEQ layer; use "sample" or "batch"')
+        require_solver(solver, "solver")
+        require_solver(adjoint_solver, "adjoint_solver")
         super().__init__(solver, adjoint_solver)
         self.weight = FreeWeight(*shape)
         self.name = activation
@@ -103,7 +103,7 @@ class DEQ(SolvingLayer):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             weight = self.weight()
             solution = self._equilibrium(bind(weight.detach()), x.detach())
-            self._record_forward(solution)
+            self.record_forward(solution.stats)
             # A sample without a limit may have left the numbers; its neighbours in the batch must not suffer.
             z = solution.value.nan_to_num(0.0)
             if not torch.is_grad_enabled():
@@ -116,15 +116,15 @@ class DEQ(SolvingLayer):
         if not len(x):
             return Solution.empty(x)
         s = self.activation
-        return self.solver.solve(Problem(lambda z: s.value(linear.apply(z) + x), start=s.value(x), box=s.bounds))
+        return run(Problem(lambda z: s.value(linear.apply(z) + x), s.value(x), box=s.bounds), self.solver)
 
     @torch.no_grad()
     def _pull(self, weight: Tensor, z: Tensor, grad: Tensor) -> Tensor:
         """The gradient with respect to Wz + x."""
         slope = self.activation.slope(z)
         with no_autocast(grad.device.type):
-            solution = solve_adjoint(bind(weight), slope, grad, self.adjoint_solver)
-        self._record_backward(solution)
+            solution = solve_adjoint(Adjoint(bind(weight), slope, grad), self.adjoint_solver)
+        self.record_backward(solution.stats)
         finite = solution.value.isfinite().flatten(1).all(1)
         usable = finite & (solution.residual < USABLE_RESIDUAL)
         return torch.where(per_sample(usable, grad), solution.value, slope * grad)

@@ -20,8 +20,8 @@ from pcdeq.models.baselines.monotone import ConvMonotone, DenseMonotone, Monoton
 from pcdeq.models.baselines.splitting import LARGEST_ALPHA, Method, Splitting, checked, search_alpha
 from pcdeq.models.networks import LayerOptions, Network, head, solver_options
 from pcdeq.recipes import ImageShape
-from pcdeq.solvers import Picard, Solver
-from pcdeq.solving import SolvingLayer
+from pcdeq.solvers import Picard, Solver, SolvingLayer
+from pcdeq.solvers.solver import require_solver
 
 TUNE_EVERY = 200  # training passes between two searches for the step size...
 TUNE_EARLY = (8, 16, 32, 64, 128)  # ...and passes before that: W grows fastest at the beginning
@@ -60,8 +60,8 @@ class MonDEQ(SolvingLayer):
     ) -> None:
         solver = Picard() if solver is None else solver
         adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-        if {"certified", "decided"} & {solver.stop, adjoint_solver.stop}:
-            raise UsageError('stop="certified" and "decided" need a pcDEQ layer; use "sample" or "batch"')
+        require_solver(solver, "solver")
+        require_solver(adjoint_solver, "adjoint_solver")
         super().__init__(solver, adjoint_solver)
         self.operator = operator
         self.method: Method = checked(splitting, alpha, damping)
@@ -76,7 +76,7 @@ class MonDEQ(SolvingLayer):
                 self._tune(offset.detach())
             splitting = self._splitting(offset, float(self.alpha))
             solution = splitting.equilibrium(offset.detach(), self.solver)
-            self._record_forward(solution)
+            self.record_forward(solution.stats)
             z = solution.value
             if torch.is_grad_enabled():
                 source = self.operator.product(z) + offset
@@ -86,7 +86,7 @@ class MonDEQ(SolvingLayer):
     def _pull(self, splitting: Splitting, z: Tensor, grad: Tensor) -> Tensor:
         with no_autocast(grad.device.type):
             solution = splitting.adjoint(z, grad.contiguous(), self.adjoint_solver)
-        self._record_backward(solution)
+        self.record_backward(solution.stats)
         return solution.value
 
     def _splitting(self, offset: Tensor, alpha: float) -> Splitting:

@@ -24,8 +24,7 @@ from pcdeq.errors import ConvergenceError, UsageError
 from pcdeq.implicit import no_autocast
 from pcdeq.models.networks import LayerOptions, Network, solver_options
 from pcdeq.recipes import ImageShape
-from pcdeq.solvers import Outcome, Solver, SolveStats
-from pcdeq.solving import SolvingLayer
+from pcdeq.solvers import Outcome, Solver, SolveStats, SolvingLayer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pcdeq.errors import UsageError
 from pcdeq.models.baselines.monotone import Monotone, Resolvent
-from pcdeq.solvers import Problem, Solution, Solver
+from pcdeq.solvers import Problem, Solution, Solver, run
 
 Method = Literal["peaceman-rachford", "forward-backward"]
 TensorMap = Callable[[Tensor], Tensor]
@@ -67,8 +67,8 @@ class Splitting:
             return Solution.empty(offset)
         if self.resolvent is None:
             step = self._forward_backward(offset, prox, transposed)
-            return solver.solve(Problem(step, start=prox(offset)))
-        solution = solver.solve(Problem(self._peaceman_rachford(offset, prox, transposed), start=offset))
+            return run(Problem(step, prox(offset)), solver)
+        solution = run(Problem(self._peaceman_rachford(offset, prox, transposed), offset), solver)
         return solution.with_value(prox(solution.value))
 
     def _forward_backward(self, offset: Tensor, prox: TensorMap, transposed: bool) -> TensorMap:

@@ -1,0 +1,154 @@
+"""Solves that end with a proof: until an error bound is met (T3, T5), or until bounds settle a question.
+
+A proof wraps a solver, it is not one of its options: the solver makes points, the proof decides which is good enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcdeq.equation import Adjoint, Equation
+from pcdeq.errors import UsageError
+from pcdeq.proofs.gradient import adjoint_distance
+from pcdeq.proofs.order import Enclosure, enclose_near
+from pcdeq.solvers import Anderson, Outcome, Problem, Solution, Solver, per_sample, run
+from pcdeq.solvers.loop import careful_norm_of_each
+from pcdeq.solvers.solver import require_solver
+
+# Given bounds on z*: for which samples do they settle the matter?
+Question = Callable[[Enclosure], Tensor]
+# The first tolerance at which `solve_until` looks.
+COARSEST = 1e-1
+
+
+@dataclass(frozen=True)
+class Certified:
+    """A solver whose tolerance is a proved bound on the relative error ‖z - z*‖ / ‖z‖, not a residual.
+
+    For layers, which know their rounding: in place of a solver, forward, backward, or both.
+
+    Args:
+        solver: what makes the points; by default `Anderson`.
+
+    >>> import torch, pcdeq
+    >>> layer = pcdeq.PcDEQLinear(4, solver=pcdeq.Certified(pcdeq.Anderson(tol=1e-3)))
+    >>> solution = layer.solve(torch.randn(2, 4))
+    >>> bool(solution.converged.all()), bool((solution.residual < 1e-3).all())
+    (True, True)
+    """
+
+    solver: Solver = Anderson()  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        require_solver(self.solver, "the solver of Certified")
+        if self.solver.stop != "sample":
+            raise UsageError("a proof is about each sample: Certified takes a solver with stop='sample'")
+
+    @property
+    def tol(self) -> float:
+        """The relative error."""
+        return self.solver.tol
+
+    @property
+    def max_steps(self) -> int:
+        """After so many evaluations the solve gives up and says so."""
+        return self.solver.max_steps
+
+    @property
+    def throw(self) -> bool:
+        """Whether it raises where it cannot prove its bound."""
+        return self.solver.throw
+
+    def with_options(self, **options: object) -> Certified:
+        """A copy with some options of its solver changed."""
+        return Certified(self.solver.with_options(**options))
+
+    def solve(self, equation: Equation, guess: Tensor | None = None) -> Solution:
+        """The equilibrium, with ``residual`` the proved bound on the relative error of each sample."""
+
+        def distance(z: Tensor) -> Tensor:
+            box = enclose_near(equation, z)
+            farthest = torch.maximum(box.upper - z, z - box.lower)
+            return torch.where(per_sample(box.certified, z), farthest, torch.inf)
+
+        return solve_to_bound(self.solver, equation.problem(guess), distance)
+
+    def solve_adjoint(self, adjoint: Adjoint) -> Solution:
+        """The same for the adjoint equation at a given slope."""
+        return solve_to_bound(self.solver, adjoint.problem(), lambda u: adjoint_distance(adjoint, u))
+
+
+def solve_to_bound(solver: Solver, problem: Problem, distance: Callable[[Tensor], Tensor]) -> Solution:
+    """Solve until ``distance``, a proved bound on the error of a point, is below the solver's tol times its norm.
+
+    Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is
+    tightened by what was missing until the bound is met or the steps are used up.
+    """
+    inner = solver.with_options(throw=False)
+    while True:
+        solution = run(problem, inner)
+        if not len(solution.value):
+            return solution
+        error, size = careful_norm_of_each(distance(solution.value)), careful_norm_of_each(solution.value)
+        # A point that is exactly 0, and proved to be right, is right; a NaN proves nothing.
+        bound = torch.where(error == 0, 0.0, error / size).to(solution.value.dtype)
+        converged = bound < solver.tol
+        finest = 4 * torch.finfo(bound.dtype).eps
+        used = solution.summary.steps
+        going = ~(converged | bound.isnan())  # what is not a number ends its own sample only
+        if used >= solver.max_steps or inner.tol <= finest or not bool(going.any()):
+            break
+        missing = float((bound[going] / solver.tol).clamp(2.0, 100.0).max())
+        inner = inner.with_options(tol=max(inner.tol / missing, finest))
+        problem = problem.continued(solution.value, used)
+    return _with_proofs(Solution.of(solution.value, solution.steps, bound, converged), solution.outcome)
+
+
+def _with_proofs(solution: Solution, found: Outcome) -> Solution:
+    """The solution with the outcome where a proof decides, not the residual."""
+    if solution.outcome is Outcome.CONVERGED:
+        return solution
+    outcome = Outcome.NOT_CERTIFIED if found in (Outcome.CONVERGED, Outcome.PRECISION) else found
+    return solution.with_outcome(outcome)
+
+
+def solve_until(question: Question, solver: Solver, equation: Equation, guess: Tensor | None = None) -> Solution:
+    """Solve each sample only until the question is settled by bounds on z*.
+
+    Tolerances from coarse to the solver's own are tried in turn, on the samples that are left.
+    """
+    if not len(equation.x):
+        return Solution.empty(equation.x)
+    value = torch.empty_like(equation.x)
+    steps = torch.zeros(len(value), dtype=torch.int64, device=value.device)
+    residual = torch.full((len(value),), torch.inf, dtype=value.dtype, device=value.device)
+    done = torch.zeros_like(steps, dtype=torch.bool)
+    left = torch.arange(len(value), device=value.device)
+    inner = solver.with_options(throw=False, tol=max(COARSEST, solver.tol))
+    problem = equation.problem(guess)
+    while True:
+        part = equation.select(left)
+        solution = run(problem, inner)
+        value[left], steps[left], residual[left] = solution.value, solution.steps, solution.residual
+        done[left] = _answers(question(enclose_near(part, solution.value)), len(left))
+        open_ = ~done[left]
+        used = solution.summary.steps
+        if not bool(open_.any()) or inner.tol <= solver.tol or used >= solver.max_steps:
+            break
+        inner = inner.with_options(tol=max(inner.tol / 10, solver.tol))
+        problem = part.select(open_).problem().continued(solution.value[open_], used)
+        left = left[open_]
+    return _with_proofs(Solution.of(value, steps, residual, done), solution.outcome)
+
+
+def _answers(answers: Tensor, samples: int) -> Tensor:
+    if tuple(answers.shape) != (samples,) or answers.dtype != torch.bool:
+        raise UsageError(
+            f"a question must be answered by one truth value a sample, shape ({samples},), not {answers.dtype} of "
+            f"shape {tuple(answers.shape)}"
+        )
+    return answers

@@ -1,0 +1,106 @@
+"""What all solvers share: a stopping rule, and the two functions that the loop calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
+
+from torch import Tensor
+
+from pcdeq.errors import UsageError
+from pcdeq.solvers.problem import Problem
+
+StopRule = Literal["sample", "batch"]
+Norm = Callable[[Tensor], Tensor]  # of each sample, or of the whole batch: see `loop`
+
+
+class State(NamedTuple):
+    """Where a solve is after a step.
+
+    Attributes:
+        point: where to evaluate the map next.
+        value: the map at the point before it.
+        residual: that value minus its point.
+        length: the norm of the residual.
+        memory: what else a solver remembers.
+    """
+
+    point: Tensor
+    value: Tensor
+    residual: Tensor
+    length: Tensor
+    memory: Any = ()
+
+
+class Stopping(Protocol):
+    """What may stand for a solver where one is reported on: a solver, or a proof around one."""
+
+    @property
+    def tol(self) -> float: ...
+
+    @property
+    def throw(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """What all solvers share: the stopping rule.
+
+    A solver says where to start and how to go on; when to stop, and all else, is up to the loop. It is a frozen
+    dataclass whose two functions are pure: tensors in, tensors out.
+
+    Args:
+        tol: the relative residual at which to stop.
+        max_steps: after so many evaluations the solve gives up and says so.
+        stop: ``"sample"`` stops each sample on its own residual, so that an answer does not depend on
+            what else is in the batch; ``"batch"`` is the paper's rule, one norm over the whole batch.
+        throw: raise `ConvergenceError` instead of warning when a sample does not converge.
+    """
+
+    tol: float = 1e-4
+    max_steps: int = 200
+    stop: StopRule = "sample"
+    throw: bool = False
+
+    begins_at_start: ClassVar[bool] = True  # so that the steps which the start stands for count
+
+    def __post_init__(self) -> None:
+        if not self.tol > 0:
+            raise UsageError(f"tol must be above 0, got {self.tol}")
+        if self.max_steps < 1:
+            raise UsageError(f"max_steps must be at least 1, got {self.max_steps}")
+        if self.stop not in get_args(StopRule):
+            raise UsageError(
+                f"stop must be 'sample' or 'batch', got {self.stop!r}; for a proof wrap it: Certified(...)"
+            )
+
+    def init(self, problem: Problem) -> Tensor:
+        """The first point."""
+        return problem.first()
+
+    def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        """Evaluate the map at the point, and say where to go next; there is no state before the first step."""
+        raise NotImplementedError
+
+    @property
+    def kernel_decay(self) -> float | None:
+        """The safeguard's factor, if this is the solver that the kernels have."""
+        return None
+
+    def with_options(self, **options: object) -> Self:
+        """A copy with some options changed."""
+        return replace(self, **options)
+
+
+def evaluate(problem: Problem, point: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """The map's value at a point, the residual there, and its norm."""
+    value = problem.fn(point)
+    residual = value - point
+    return value, residual, norm(residual)
+
+
+def require_solver(given: object, name: str) -> None:
+    """Refuse what is no solver."""
+    if not isinstance(given, Solver):
+        raise UsageError(f"{name} must be Picard(...), Anderson(...) or Newton(...), got {given!r}")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import pcdeq
-from pcdeq.models.explicit import lay_out
+from pcdeq.models.batch_norm import lay_out
 from pcdeq.training.adamw import AdamW
 
 TOL = 1e-4

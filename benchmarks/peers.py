@@ -17,7 +17,7 @@ from torchdeq import get_deq
 
 import pcdeq
 from pcdeq.models.baselines.deq import Explicit as ExplicitLayer
-from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
+from pcdeq.models.batch_norm import BatchNorm2d, MaxPool3x3
 
 MAX_STEPS = 200
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import pcdeq
 from pcdeq.injection import Softplus
 from pcdeq.kernels import KERNELS, PARALLEL_FROM
-from pcdeq.models.explicit import BatchNorm2d
+from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.operators import ConvMap, DenseMap, _Normalised
 from pcdeq.solvers import Pieces, Problem, Weight, fused
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import pcdeq
 from pcdeq.models import L, equilibrium_layers
-from pcdeq.models.explicit import BatchNorm2d
+from pcdeq.models.batch_norm import BatchNorm2d
 
 SHAPES = {"l": (1, 28, 28), "sc": (1, 28, 28), "mc": (3, 32, 32)}
 

@@ -16,7 +16,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from pcdeq.errors import UsageError
 from pcdeq.implicit import no_autocast
 from pcdeq.layers import PcDEQ
-from pcdeq.models.explicit import lay_out
+from pcdeq.models.batch_norm import lay_out
 from pcdeq.solvers import SolveStats, report
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d

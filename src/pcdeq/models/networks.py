@@ -22,7 +22,7 @@ from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import AnySolver, Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
-from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
+from pcdeq.models.batch_norm import BatchNorm2d, MaxPool3x3
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import SolvingLayer
 

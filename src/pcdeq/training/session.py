@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from pcdeq.data import Batches, Split, dataset_names, load_dataset, split_validation
 from pcdeq.errors import DataError, UsageError
 from pcdeq.models import Network, Preprocessing
-from pcdeq.models.explicit import lay_out
+from pcdeq.models.batch_norm import lay_out
 from pcdeq.operators import project_
 from pcdeq.recipes import ResolvedConfig, TrainConfig
 from pcdeq.training.evaluation import EVALUATION_BATCH, ordered_batches, pick_device

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pcdeq.kernels import KERNELS
-from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
+from pcdeq.models.batch_norm import BatchNorm2d, MaxPool3x3
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="installed without a C compiler")
 IMAGES = [(4, 12, 28, 28), (3, 5, 7, 9), (2, 1, 1, 3), (64, 48, 6, 6), (2, 130, 3, 3)]

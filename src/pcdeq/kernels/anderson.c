@@ -1,9 +1,8 @@
-/* One safeguarded Anderson step for every sample of a batch, in one pass over memory.
+/* One safeguarded Anderson step of a sample, in one pass over memory.
  *
- * This is the loop body of solvers/anderson.py (memory 1) for float32 on a CPU; that file is the
- * reference, and tests hold the two equal. Between two steps the caller computes the product Wz;
- * everything else happens here: activation, residual, dot products, the decision of T6, and the
- * next candidate. Each sample is one contiguous block of n numbers, in any order that all arrays share.
+ * This is the step of solvers/anderson.py with memory 1 for float32 on a CPU; that file is the reference. The product
+ * Wz has been computed; everything else happens here: activation, residual, dot products, the decision of T6, and the
+ * next point.
  */
 #include "anderson.h"
 #include <float.h>
@@ -13,6 +12,18 @@
 /* Beyond this the activations are 1 in float32. Volatile, or else gcc makes a branch of the comparison with a
  * constant and vectorises nothing. */
 static const volatile float SATURATED = 40.0f;
+
+/* exp(f) - 1 for |f| <= ln(2) / 2, relative error below 2e-7. */
+INLINE float expm1_small(float f)
+{
+    float tail = 1.9875691e-4f;
+    tail = tail * f + 1.3981999e-3f;
+    tail = tail * f + 8.3334519e-3f;
+    tail = tail * f + 4.1665796e-2f;
+    tail = tail * f + 1.6666666e-1f;
+    tail = tail * f + 0.5f;
+    return tail * f * f + f;
+}
 
 /* exp(y) - 1 for y >= 0: y = k ln 2 + f, and a polynomial for exp(f) - 1, relative error below 2e-7. */
 INLINE float expm1_nonnegative(float y, float saturated)
@@ -114,86 +125,57 @@ sums evaluate_sample(const rule *r, const sample *a)
     return t;
 }
 
-/* Keep the candidate: best and residual take it over, and point becomes best + weight * (old best - best). */
-VERSIONS
-static void advance_sample(const rule *r, const sample *a, float weight)
+/* The next point, v + weight * (last - v), or, if this one is not kept, the last value, from which the plain step will
+ * start; both within the box. Kept or not, `last` and `residual` take over this point's, for the next secant. */
+INLINE void advance(int kept, float weight, const rule *r, const sample *a)
 {
     const float low = r->low, high = r->high;
     for (int64_t run = 0; run < r->runs; run++) {
         const float *restrict value = a->value + run * r->n;
-        float *restrict point = a->point + run * r->stride, *restrict best = a->best + run * r->n;
+        float *restrict point = a->point + run * r->stride, *restrict last = a->last + run * r->n;
         float *restrict residual = a->residual + run * r->n;
 #pragma omp simd
         for (int64_t i = 0; i < r->n; i++) {
-            float v = value[i];
-            float next = v + weight * (best[i] - v);
+            const float v = value[i];
+            float next = kept ? v + weight * (last[i] - v) : last[i];
             next = next < low ? low : next;
             next = next > high ? high : next;
             residual[i] = v - point[i];
-            best[i] = v;
+            last[i] = v;
             point[i] = next;
         }
     }
 }
 
-void step_sample(const rule *r, const sample *a, sample_state *s)
+VERSIONS
+static void advance_sample(int kept, float weight, const rule *r, const sample *a)
 {
-    const size_t bytes = r->n * sizeof(float);
-    sums t = evaluate_sample(r, a);
-    if (DOUBTFUL(t.squared_residual) || DOUBTFUL(t.squared_value)) t = evaluate_again(r, a);
-    const float norm = (float)sqrt(t.squared_residual);
-    const float relative = (float)(sqrt(t.squared_residual) / (sqrt(t.squared_value) + DBL_MIN));
-    s->steps++;
-    if (s->accelerated) {
-        const float power = s->power * r->decay, bound = fminf(s->norm, s->largest * power);
-        if (!(norm <= bound || relative < r->tol)) {
-            s->accelerated = 0; /* rejected: the plain step from where the sample was */
-            for (int64_t run = 0; run < r->runs; run++)
-                memcpy(a->point + run * r->stride, a->best + run * r->n, bytes);
-            return;
-        }
-        s->power = power;
-    }
-    else s->largest = fmaxf(s->largest, norm);
-    float weight = 0.0f;
-    if (s->started) {
-        weight = t.change > 0 ? (float)(t.along / t.change) : 0.0f;
-        weight = weight < 1.0f ? weight : 0.0f;
-    } else {
-        s->power = 1.0f;
-        memcpy(a->best, a->value, r->runs * bytes); /* it was never written, and 0 * NaN is NaN */
-    }
-    s->accelerated = weight != 0.0f;
-    s->started = 1;
-    s->norm = norm;
-    s->relative = relative;
-    s->done = !(relative >= r->tol); /* a NaN stops its sample */
-    if (s->done) memcpy(a->best, a->value, r->runs * bytes); /* no further candidate is wanted */
-    else advance_sample(r, a, weight);
+    if (kept) advance(1, weight, r, a);
+    else advance(0, 0.0f, r, a);
 }
 
-/* One step for every sample of a batch that is not done; the products are the caller's. */
-PyObject *anderson_step(PyObject *self, PyObject *args)
+void step_sample(const rule *r, const sample *a, sample_state *s)
 {
-    (void)self;
-    long long samples, n;
-    unsigned long long value, offset, slope, point, best, residual, state;
-    int threads, active = 0;
-    rule r = { .runs = 1 };
-    if (!PyArg_ParseTuple(args, "iLLKKKKKKKffffi", &r.which, &samples, &n, &value, &offset, &slope, &point, &best,
-                          &residual, &state, &r.tol, &r.decay, &r.low, &r.high, &threads))
-        return NULL;
-    r.n = r.stride = n;
-    sample_state *states = (sample_state *)(uintptr_t)state;
-    Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(+ : active) if (samples * n > 16384)
-    for (int64_t i = 0; i < samples; i++) {
-        const int64_t at = i * n;
-        const sample a = { FLOATS(value) + at, FLOATS(point) + at, FLOATS(best) + at, FLOATS(residual) + at,
-                           FLOATS(offset) + at, slope ? FLOATS(slope) + at : NULL };
-        if (!states[i].done) step_sample(&r, &a, &states[i]);
-        active += !states[i].done;
+    const int first = s->steps++ == 0, plain = !s->accelerated;
+    sums t = evaluate_sample(r, a);
+    if (DOUBTFUL(t.squared_residual) || DOUBTFUL(t.squared_value)) t = evaluate_again(r, a);
+    /* 0 is an answer, and its relative residual 0 */
+    const double relative = t.squared_residual == 0 ? 0 : sqrt(t.squared_residual) / sqrt(t.squared_value);
+    s->relative = (float)relative;
+    s->converged = t.squared_residual == 0 || relative < r->tol;
+    s->done = s->converged || relative != relative; /* a NaN stops its sample */
+    if (s->done || first) memcpy(a->last, a->value, r->runs * r->n * sizeof(float)); /* it was never written */
+    if (s->done) return;
+    if (first) s->power = 1.0f;
+    const float norm = (float)sqrt(t.squared_residual), power = s->power * r->decay;
+    const int kept = plain || norm <= fminf(s->norm, s->largest * power);
+    float weight = first || !(t.change > 0) ? 0.0f : (float)(t.along / t.change);
+    weight = kept && weight < 1.0f ? weight : 0.0f;
+    if (kept) {
+        s->norm = norm;
+        if (plain) s->largest = fmaxf(s->largest, norm);
+        else s->power = power;
     }
-    Py_END_ALLOW_THREADS
-    return PyLong_FromLong(active);
+    s->accelerated = weight != 0.0f;
+    advance_sample(kept, weight, r, a);
 }

@@ -4,12 +4,11 @@
 
 #include "kernels.h"
 
-/* The order is that of CODES in solvers/fused.py. */
-enum activation { TANH, SOFTSIGN, RELU6, SIGMOID, ONE_MINUS_EXP, HARD_TANH, HARD_SIGMOID, LINEAR };
+enum activation { TANH, SOFTSIGN, RELU6, SIGMOID, ONE_MINUS_EXP, HARD_TANH, HARD_SIGMOID, LINEAR, ACTIVATIONS };
 
-/* What is remembered of a sample between steps, all 0 before the first; solvers/fused.py reads two of it.
- * "accelerated" says that the candidate is a proposal, not the plain step. */
-typedef struct { float norm, largest, power, relative; int32_t steps, done, accelerated, started; } sample_state;
+/* What is remembered of a sample between steps, all 0 before the first. "norm" is that of the residual at the last
+ * point kept; "accelerated" says that the point is a proposal, not the plain step. */
+typedef struct { float norm, largest, power, relative; int steps, converged, done, accelerated; } sample_state;
 
 /* What all samples of a solve share. A sample is `runs` runs of n numbers; in `point` the runs lie `stride`
  * apart. Where keep is given, a place of a run whose keep is 0 is padding: there everything is 0. */
@@ -20,9 +19,9 @@ typedef struct {
     float tol, decay, low, high;
 } rule;
 
-/* A sample: the product Wz, which becomes the value; the candidate z; the last value kept and its residual. */
+/* A sample: the product Wz, which becomes the value; the point z; the last value, and its residual. */
 typedef struct {
-    float *value, *point, *best, *residual;
+    float *value, *point, *last, *residual;
     const float *offset, *slope;
 } sample;
 
@@ -32,7 +31,7 @@ typedef struct { double squared_residual, squared_value, along, change; } sums;
 /* value becomes s(value + offset) or slope * (value + offset). */
 sums evaluate_sample(const rule *r, const sample *a);
 
-/* Given the product at the point, decide whether to keep the point, and make the next one. */
+/* Given the product at the point, decide whether to keep the point, and make the next one; the value is in `last`. */
 void step_sample(const rule *r, const sample *a, sample_state *s);
 
 #endif

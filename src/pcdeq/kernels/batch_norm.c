@@ -1,10 +1,10 @@
-/* Batch norm and 3x3 max pooling of stride 1 on channels-last float32 images, forward and backward.
+/* Batch norm on channels-last float32 images, forward and backward.
  *
- * torch's own are slow where channels are few: of a training step of the MC network they took a third.
- * Both run over memory as it lies. For batch norm an image is a matrix of `rows` places by `channels`,
- * taken eight rows at a time, a tile whose length is a multiple of every vector width.
+ * torch's own is slow where channels are few: of a training step of the MC network it took a fifth.
+ * An image is a matrix of `rows` places by `channels`, as it lies in memory, taken eight rows at a time, a tile whose
+ * length is a multiple of every vector width.
  */
-#include "kernels.h"
+#include "tensors.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -120,202 +120,159 @@ static void combine_all(int64_t rows, int64_t channels, int threads, const float
     }
 }
 
-/* y = weight (x - mean) / sqrt(variance + eps) + bias by the statistics of the batch, which are kept as mean and
- * 1 / sqrt(...), and of which the running statistics take over a part. */
-PyObject *batch_norm_forward(PyObject *self, PyObject *args)
-{
-    (void)self;
-    long long rows, channels;
-    unsigned long long x_, weight_, bias_, y_, mean_, inverse_, running_mean_, running_variance_;
-    float eps, momentum;
+/* What the three functions are given; each has some of it. The statistics are mean, 1 / sqrt(variance + eps), and the
+ * variance as running statistics count it, a row each. */
+typedef struct {
+    int64_t rows, channels;
+    const float *x, *weight, *bias, *grad, *mean, *variance;
+    float *y, *statistics, *grad_x, *grad_weight, *grad_bias, eps;
     int threads;
-    if (!PyArg_ParseTuple(args, "LLKKKKKKKKffi", &rows, &channels, &x_, &weight_, &bias_, &y_, &mean_, &inverse_,
-                          &running_mean_, &running_variance_, &momentum, &eps, &threads))
-        return NULL;
-    const float *x = FLOATS(x_), *weight = FLOATS(weight_), *bias = FLOATS(bias_);
-    float *y = FLOATS(y_), *mean = FLOATS(mean_), *inverse = FLOATS(inverse_);
-    float *running_mean = FLOATS(running_mean_), *running_variance = FLOATS(running_variance_);
-    const int64_t tile = TILE * channels;
+} normalisation;
+
+static tensor take_images(arguments *a, normalisation *b)
+{
+    const tensor x = take_tensor(a, "x", READ, FLOAT32, CHANNELS_LAST, 4, SHAPE(ANY, ANY, ANY, ANY));
+    require(a, x.shape[1] <= MOST_CHANNELS, "x", "is too large");
+    b->channels = x.shape[1];
+    b->rows = x.shape[0] * x.shape[2] * x.shape[3];
+    return x;
+}
+
+/* y = weight (x - mean) / sqrt(variance + eps) + bias by the statistics of the batch, which are kept. */
+static int forward(const normalisation *b)
+{
+    const int64_t rows = b->rows, channels = b->channels, tile = TILE * channels;
+    float *mean = b->statistics, *inverse = mean + channels, *variances = inverse + channels;
     float *tiles = calloc(3 * tile, sizeof(float));
     double *totals = malloc(2 * channels * sizeof(double));
     int ok = tiles && totals;
     if (ok) {
         float *scale = tiles, *shift = tiles + tile, *zero = tiles + 2 * tile;
-        Py_BEGIN_ALLOW_THREADS
-        ok = sum_all(rows, channels, threads, x, x, zero, zero, totals);
+        ok = sum_all(rows, channels, b->threads, b->x, b->x, zero, zero, totals);
         for (int64_t c = 0; ok && c < channels; c++) shift[c] = mean[c] = (float)(totals[c] / rows);
         repeat(channels, shift);
-        ok = ok && sum_all(rows, channels, threads, x, x, shift, shift, totals);
+        ok = ok && sum_all(rows, channels, b->threads, b->x, b->x, shift, shift, totals);
         for (int64_t c = 0; ok && c < channels; c++) {
             const double variance = totals[channels + c] / rows;
-            inverse[c] = (float)(1 / sqrt(variance + eps));
-            scale[c] = weight[c] * inverse[c];
-            shift[c] = bias[c] - mean[c] * scale[c];
-            running_mean[c] += momentum * (mean[c] - running_mean[c]);
-            running_variance[c] += momentum * ((float)(variance * rows / (rows - 1)) - running_variance[c]);
+            inverse[c] = (float)(1 / sqrt(variance + b->eps));
+            variances[c] = (float)(totals[channels + c] / (rows - 1));
+            scale[c] = b->weight[c] * inverse[c];
+            shift[c] = b->bias[c] - mean[c] * scale[c];
         }
         repeat(channels, scale);
         repeat(channels, shift);
-        if (ok) combine_all(rows, channels, threads, x, NULL, scale, NULL, shift, y);
-        Py_END_ALLOW_THREADS
+        if (ok) combine_all(rows, channels, b->threads, b->x, NULL, scale, NULL, shift, b->y);
     }
     free(tiles);
     free(totals);
-    if (!ok) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return ok;
 }
 
 /* The same by the running statistics. */
-PyObject *batch_norm_inference(PyObject *self, PyObject *args)
+static int inference(const normalisation *b)
 {
-    (void)self;
-    long long rows, channels;
-    unsigned long long x, weight, bias, mean, variance, y;
-    float eps;
-    int threads;
-    if (!PyArg_ParseTuple(args, "LLKKKKKKfi", &rows, &channels, &x, &weight, &bias, &mean, &variance, &y, &eps, &threads))
-        return NULL;
-    const int64_t tile = TILE * channels;
+    const int64_t channels = b->channels, tile = TILE * channels;
     float *tiles = malloc(2 * tile * sizeof(float));
-    if (!tiles) return PyErr_NoMemory();
+    if (!tiles) return 0;
     float *scale = tiles, *shift = tiles + tile;
-    Py_BEGIN_ALLOW_THREADS
     for (int64_t c = 0; c < channels; c++) {
-        scale[c] = (float)(FLOATS(weight)[c] / sqrt((double)FLOATS(variance)[c] + eps));
-        shift[c] = FLOATS(bias)[c] - FLOATS(mean)[c] * scale[c];
+        scale[c] = (float)(b->weight[c] / sqrt((double)b->variance[c] + b->eps));
+        shift[c] = b->bias[c] - b->mean[c] * scale[c];
     }
     repeat(channels, scale);
     repeat(channels, shift);
-    combine_all(rows, channels, threads, FLOATS(x), NULL, scale, NULL, shift, FLOATS(y));
-    Py_END_ALLOW_THREADS
+    combine_all(b->rows, channels, b->threads, b->x, NULL, scale, NULL, shift, b->y);
     free(tiles);
-    Py_RETURN_NONE;
+    return 1;
 }
 
 /* The gradients with respect to x, weight and bias. */
-PyObject *batch_norm_backward(PyObject *self, PyObject *args)
+static int backward(const normalisation *b)
 {
-    (void)self;
-    long long rows, channels;
-    unsigned long long grad_, x_, weight_, mean_, inverse_, grad_x_, grad_weight_, grad_bias_;
-    int threads;
-    if (!PyArg_ParseTuple(args, "LLKKKKKKKKi", &rows, &channels, &grad_, &x_, &weight_, &mean_, &inverse_, &grad_x_,
-                          &grad_weight_, &grad_bias_, &threads))
-        return NULL;
-    const float *grad = FLOATS(grad_), *x = FLOATS(x_), *weight = FLOATS(weight_);
-    const float *mean = FLOATS(mean_), *inverse = FLOATS(inverse_);
-    float *grad_weight = FLOATS(grad_weight_), *grad_bias = FLOATS(grad_bias_);
-    const int64_t tile = TILE * channels;
+    const int64_t rows = b->rows, channels = b->channels, tile = TILE * channels;
+    const float *mean = b->statistics, *inverse = mean + channels;
     float *tiles = calloc(4 * tile, sizeof(float));
     double *totals = malloc(2 * channels * sizeof(double));
     int ok = tiles && totals;
     if (ok) {
         float *scale = tiles, *slope = tiles + tile, *shift = tiles + 2 * tile, *zero = tiles + 3 * tile;
-        Py_BEGIN_ALLOW_THREADS
         memcpy(shift, mean, channels * sizeof(float));
         repeat(channels, shift);
-        ok = sum_all(rows, channels, threads, grad, x, zero, shift, totals);
+        ok = sum_all(rows, channels, b->threads, b->grad, b->x, zero, shift, totals);
         for (int64_t c = 0; ok && c < channels; c++) {
             const double sum = totals[c], along = totals[channels + c] * inverse[c];
-            grad_bias[c] = (float)sum;
-            grad_weight[c] = (float)along;
-            scale[c] = weight[c] * inverse[c];
+            b->grad_bias[c] = (float)sum;
+            b->grad_weight[c] = (float)along;
+            scale[c] = b->weight[c] * inverse[c];
             slope[c] = (float)(-scale[c] * along * inverse[c] / rows);
             shift[c] = (float)(-scale[c] * sum / rows - slope[c] * mean[c]);
         }
         repeat(channels, scale);
         repeat(channels, slope);
         repeat(channels, shift);
-        if (ok) combine_all(rows, channels, threads, grad, x, scale, slope, shift, FLOATS(grad_x_));
-        Py_END_ALLOW_THREADS
+        if (ok) combine_all(rows, channels, b->threads, b->grad, b->x, scale, slope, shift, b->grad_x);
     }
     free(tiles);
     free(totals);
+    return ok;
+}
+
+static PyObject *run(int (*work)(const normalisation *), const normalisation *b)
+{
+    int ok;
+    Py_BEGIN_ALLOW_THREADS
+    ok = work(b);
+    Py_END_ALLOW_THREADS
     if (!ok) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    Py_RETURN_TRUE;
 }
 
-/* best = max(best, x) and which = code where x wins, over n numbers; the first maximum stays, as in torch. */
-VERSIONS
-static void take_larger(int64_t n, const float *restrict x, int code, float *restrict best, int32_t *restrict which)
-{
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        const float old = best[i], new = x[i];
-        const int wins = (new > old) | (new != new); /* a NaN wins */
-        best[i] = wins ? new : old;
-        which[i] = wins ? code : which[i];
-    }
-}
-
-/* out += grad where which == code, over n numbers. */
-VERSIONS
-static void give_back(int64_t n, const float *restrict grad, int code, const int32_t *restrict which,
-                      float *restrict out)
-{
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) out[i] += which[i] == code ? grad[i] : 0.0f;
-}
-
-/* The place in a row of outputs, and in a row of inputs, where those that look by dx to the side begin. */
-#define OUT_AT(dx) ((dx) < 0 ? channels : 0)
-#define IN_AT(dx) ((dx) > 0 ? channels : 0)
-#define COUNT(dx) (row - ((dx) ? channels : 0))
-
-PyObject *max_pool_forward(PyObject *self, PyObject *args)
+PyObject *batch_norm_forward(PyObject *self, PyObject *const *objects, Py_ssize_t count)
 {
     (void)self;
-    long long samples, height, width, channels;
-    unsigned long long x_, out_, which_;
-    int threads;
-    if (!PyArg_ParseTuple(args, "LLLLKKKi", &samples, &height, &width, &channels, &x_, &out_, &which_, &threads))
-        return NULL;
-    const float *x = FLOATS(x_);
-    float *out = FLOATS(out_);
-    int32_t *which = INTS(which_);
-    const int64_t row = width * channels;
-    Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(dynamic, 32) num_threads(threads) if (threads > 1)
-    for (int64_t line = 0; line < samples * height; line++) {
-        const int64_t y = line % height, at = line * row;
-        for (int64_t i = 0; i < row; i++) out[at + i] = -INFINITY, which[at + i] = 4;
-        for (int dy = -1; dy <= 1; dy++) {
-            if (y + dy < 0 || y + dy >= height) continue;
-            for (int dx = -1; dx <= 1; dx++)
-                take_larger(COUNT(dx), x + at + dy * row + IN_AT(dx), 3 * (dy + 1) + dx + 1, out + at + OUT_AT(dx),
-                            which + at + OUT_AT(dx));
-        }
-    }
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    arguments a = { .objects = objects, .count = count };
+    normalisation b = { 0 };
+    const tensor x = take_images(&a, &b);
+    b.x = x.data;
+    b.weight = take_tensor(&a, "weight", READ, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.bias = take_tensor(&a, "bias", READ, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.y = take_tensor(&a, "y", WRITE, FLOAT32, CHANNELS_LAST, 4, x.shape).data;
+    b.statistics = take_tensor(&a, "statistics", WRITE, FLOAT32, PLAIN, 2, SHAPE(3, b.channels)).data;
+    b.eps = take_number(&a, "eps", -INFINITY, INFINITY);
+    b.threads = (int)take_integer(&a, "threads", 1, MOST_THREADS);
+    return all_taken(&a) ? run(forward, &b) : NULL;
 }
 
-PyObject *max_pool_backward(PyObject *self, PyObject *args)
+PyObject *batch_norm_inference(PyObject *self, PyObject *const *objects, Py_ssize_t count)
 {
     (void)self;
-    long long samples, height, width, channels;
-    unsigned long long grad_, which_, out_;
-    int threads;
-    if (!PyArg_ParseTuple(args, "LLLLKKKi", &samples, &height, &width, &channels, &grad_, &which_, &out_, &threads))
-        return NULL;
-    const float *grad = FLOATS(grad_);
-    const int32_t *which = INTS(which_);
-    float *out = FLOATS(out_);
-    const int64_t row = width * channels;
-    Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(dynamic, 32) num_threads(threads) if (threads > 1)
-    for (int64_t line = 0; line < samples * height; line++) {
-        /* Input row y is seen by output row y - dy under the code of (dy, dx). */
-        const int64_t y = line % height, at = line * row;
-        memset(out + at, 0, row * sizeof(float));
-        for (int dy = -1; dy <= 1; dy++) {
-            if (y - dy < 0 || y - dy >= height) continue;
-            const int64_t from = at - dy * row;
-            for (int dx = -1; dx <= 1; dx++)
-                give_back(COUNT(dx), grad + from + OUT_AT(dx), 3 * (dy + 1) + dx + 1, which + from + OUT_AT(dx),
-                          out + at + IN_AT(dx));
-        }
-    }
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    arguments a = { .objects = objects, .count = count };
+    normalisation b = { 0 };
+    const tensor x = take_images(&a, &b);
+    b.x = x.data;
+    b.weight = take_tensor(&a, "weight", READ, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.bias = take_tensor(&a, "bias", READ, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.mean = take_tensor(&a, "mean", READ, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.variance = take_tensor(&a, "variance", READ, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.y = take_tensor(&a, "y", WRITE, FLOAT32, CHANNELS_LAST, 4, x.shape).data;
+    b.eps = take_number(&a, "eps", -INFINITY, INFINITY);
+    b.threads = (int)take_integer(&a, "threads", 1, MOST_THREADS);
+    return all_taken(&a) ? run(inference, &b) : NULL;
+}
+
+PyObject *batch_norm_backward(PyObject *self, PyObject *const *objects, Py_ssize_t count)
+{
+    (void)self;
+    arguments a = { .objects = objects, .count = count };
+    normalisation b = { 0 };
+    const tensor x = take_images(&a, &b);
+    b.x = x.data;
+    b.grad = take_tensor(&a, "grad", READ, FLOAT32, CHANNELS_LAST, 4, x.shape).data;
+    b.weight = take_tensor(&a, "weight", READ, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.statistics = take_tensor(&a, "statistics", READ, FLOAT32, PLAIN, 2, SHAPE(3, b.channels)).data;
+    b.grad_x = take_tensor(&a, "grad_x", WRITE, FLOAT32, CHANNELS_LAST, 4, x.shape).data;
+    b.grad_weight = take_tensor(&a, "grad_weight", WRITE, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.grad_bias = take_tensor(&a, "grad_bias", WRITE, FLOAT32, PLAIN, 1, SHAPE(b.channels)).data;
+    b.threads = (int)take_integer(&a, "threads", 1, MOST_THREADS);
+    return all_taken(&a) ? run(backward, &b) : NULL;
 }

@@ -1,28 +1,293 @@
-"""Stub until the C seam lands."""
+"""The one way to the C kernels: each kernel once, what it takes, how it lies in memory, how many threads it gets.
+
+A kernel stands for plain torch that computes the same up to rounding, and where it does not apply (another dtype or
+device, no compiler at install time, somebody who watches what torch does) the function here declines: it returns None,
+and its caller goes on in torch. Tensors go to C as DLPack capsules, never as addresses, and C checks each against the
+others itself. What C cannot see is checked here: that a tensor is what it seems, and that its storage holds it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+import os
+import warnings
+from typing import Any, NamedTuple, Protocol
 
+import torch  # its OpenMP runtime must be loaded before the kernels
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.dlpack import to_dlpack
+
+from pcdeq.errors import UsageError
+
+# What the functions of the compiled module take; module.c has the same number.
+INTERFACE = 3
+# A dense weight is multiplied with one sample at a time: good while the weight stays in the cache.
+LARGEST_DENSE = 256
+# Winograd's convolutions round to some 1e-7; below this tolerance torch's plainer ones are better.
+FINEST_CONV = 1e-6
+# Below so many multiplications of a product, or numbers of a pass, a second thread costs more than it saves.
+PARALLEL_PRODUCT, PARALLEL_PASS = 200_000, 32_768
+
+
+def _load() -> tuple[Any, str]:
+    """The compiled module, or None and why not."""
+    if os.environ.get("PCDEQ_KERNELS") == "0":
+        return None, "torch, as PCDEQ_KERNELS=0 asks"
+    try:
+        module = importlib.import_module("pcdeq._kernels")
+    except ModuleNotFoundError:
+        return None, "torch: the C kernels were not built, for which pip needs a C compiler"
+    except ImportError as error:
+        reason = f"the C kernels of pcdeq cannot be loaded and are not used: {error}"
+    else:
+        if getattr(module, "INTERFACE", None) == INTERFACE:
+            return module, ""
+        reason = "the C kernels of pcdeq are of another version and not used: install it anew"
+    warnings.warn(reason, stacklevel=2)
+    return None, f"torch: {reason}"
+
+
+_KERNELS, _WHY_NOT = _load()
+_CODES = {} if _KERNELS is None else {name: code for code, name in enumerate(_KERNELS.ACTIVATIONS)}
+
+
+def engine() -> str:
+    """What runs the kernels' work on a CPU, for people: C and its threads, or torch and why."""
+    return _WHY_NOT if _KERNELS is None else f"C, {_threads(1, 0)} threads"
 
 
 class Form(NamedTuple):
-    kind: str
+    """z = s(Wz + offset), or u = slope * (W'u + offset), in the form that the kernels know."""
+
+    kind: str  # "dense": weight (n, n) on offset (samples, n); "conv": weight (c, c, *kernel), offset (samples, c, *space)
     weight: Tensor
-    transposed: bool
-    activation: str
-    offset: Tensor
+    transposed: bool  # multiply with the adjoint
+    activation: str  # a name; "linear" for the adjoint equation, which has a slope
+    offset: Tensor  # x >= 0, or the incoming gradient
     slope: Tensor | None = None
 
 
 class Solved(NamedTuple):
+    """What a solve has found, sample by sample, and in short: how many failed, the most steps, the largest residual."""
+
     value: Tensor
-    steps: Tensor
-    residual: Tensor
-    converged: Tensor
+    steps: Tensor  # (samples,) int64
+    residual: Tensor  # (samples,) float32, relative
+    converged: Tensor  # (samples,) bool
     summary: tuple[int, int, float]
 
 
-def solve(form, start, base, box, *, tol, decay, steps_before, max_steps) -> Solved | None:
-    return None
+def solve(
+    form: Form,
+    start: Tensor | None,
+    base: Tensor | None,
+    box: tuple[float, float] | None,
+    *,
+    tol: float,
+    decay: float,
+    steps_before: int,
+    max_steps: int,
+) -> Solved | None:
+    """Anderson's method with memory 1, sample by sample to its end, while the sample lies in the cache.
+
+    Args:
+        start: the first iterate; left out, it is s(base + offset).
+        base: a guess of the product at the solution, of one sample's shape; 0 if left out.
+        box: where iterates are kept; it must hold 0.
+        steps_before: the steps that the start stands for, which count.
+    """
+    given = [t for t in (form.weight, form.offset, form.slope, start, base) if t is not None]
+    if not _takes(*given) or _needs_graph(*given) or not _knows(form, tol):
+        return None
+    layout = _layout(form.offset)
+    offset, slope, start = (None if t is None else _lay_out(t, layout) for t in (form.offset, form.slope, start))
+    base = None if base is None or start is not None else _lay_out(base[None], layout)
+    assert offset is not None
+    samples, places = len(offset), offset.numel() // form.weight.shape[0]
+    value = torch.empty_like(offset)
+    steps = torch.empty(samples, dtype=torch.int64, device="cpu")
+    residual = torch.empty(samples, dtype=torch.float32, device="cpu")
+    converged = torch.empty(samples, dtype=torch.bool, device="cpu")
+    summary = _call(
+        _KERNELS.solve,
+        form.kind == "conv",
+        form.transposed,
+        _CODES[form.activation],
+        offset,
+        form.weight.contiguous(),
+        slope,
+        start,
+        base,
+        value,
+        steps,
+        residual,
+        converged,
+        tol,
+        decay,
+        *((-torch.inf, torch.inf) if box is None else box),
+        steps_before,
+        max_steps,
+        _threads(form.weight.numel() * places, PARALLEL_PRODUCT),
+    )
+    return None if summary is None else Solved(value, steps, residual, converged, summary)
+
+
+def _knows(form: Form, tol: float) -> bool:
+    """Whether there is a kernel for this product and activation that is worth its while and exact enough."""
+    if form.activation not in _CODES:
+        return False
+    if form.kind == "dense":
+        return form.offset.ndim == 2 and form.weight.ndim == 2 and len(form.weight) <= LARGEST_DENSE
+    of_images = form.offset.ndim == 4 and form.weight.shape[2:] == (3, 3)
+    return form.kind == "conv" and of_images and tol >= FINEST_CONV and bool(_KERNELS.VECTORISED)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    *,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor | None:
+    """Batch norm of channels-last images; in training by their own statistics, of which the running ones take a part."""
+    if weight is None or bias is None or mean is None or variance is None:
+        return None
+    if not _takes(x, weight, bias, mean, variance) or not x.shape[1:2] == mean.shape == variance.shape:
+        return None
+    if x.ndim != 4 or not x.is_contiguous(memory_format=torch.channels_last):  # torch's own is good
+        return None
+    if not training:
+        return None if _needs_graph(x, weight, bias, mean, variance) else _infer(x, weight, bias, mean, variance, eps)
+    if x.numel() == x.shape[1] or _needs_graph(mean, variance):  # torch says what is wrong
+        return None
+    return Declared.apply(_BatchNorm(mean, variance, momentum, eps), x, weight, bias)  # pyright: ignore[reportReturnType]
+
+
+def _infer(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor | None:
+    y, rows = torch.empty_like(x), (t.contiguous() for t in (weight, bias, mean, variance))
+    return y if _call(_KERNELS.batch_norm_inference, x, *rows, y, eps, _threads(x.numel(), PARALLEL_PASS)) else None
+
+
+class _BatchNorm(NamedTuple):
+    """Batch norm in training, for `Declared`."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+    eps: float
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        y, statistics = torch.empty_like(x), torch.empty(3, x.shape[1], dtype=torch.float32, device="cpu")
+        out = (y, statistics, self.eps, _threads(x.numel(), PARALLEL_PASS))
+        if not _call(_KERNELS.batch_norm_forward, x, weight.contiguous(), bias.contiguous(), *out):
+            return None
+        self.mean.lerp_(statistics[0], self.momentum)
+        self.variance.lerp_(statistics[2], self.momentum)
+        return y, (x, weight, statistics)
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, statistics: Tensor) -> tuple[Tensor, ...]:
+        given = (grad, x, weight, statistics)
+        found = None if not _takes(*given) or _needs_graph(*given) else self._backward_by_kernel(*given)
+        if found is not None:
+            return found
+        saved = (None, None, statistics[0], statistics[1], True, self.eps, (True, True, True))
+        return torch.ops.aten.native_batch_norm_backward(grad, x, weight, *saved)
+
+    def _backward_by_kernel(
+        self, grad: Tensor, x: Tensor, weight: Tensor, statistics: Tensor
+    ) -> tuple[Tensor, ...] | None:
+        x, grad = (_lay_out(t, torch.channels_last) for t in (x, grad))
+        weight, statistics = weight.contiguous(), statistics.contiguous()
+        grads = (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight))
+        inputs = (x, grad, weight, statistics)
+        done = _call(_KERNELS.batch_norm_backward, *inputs, *grads, _threads(x.numel(), PARALLEL_PASS))
+        return grads if done else None
+
+
+class Kernel(Protocol):
+    """A kernel with its gradient: what to save for it, and the gradients of each input."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None: ...
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]: ...
+
+
+class Declared(torch.autograd.Function):
+    """A kernel with a declared backward, as torch sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, *inputs: Tensor) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = kernel.forward(*inputs)
+        if found is None:
+            return None
+        value, saved = found
+        ctx.save_for_backward(*saved)
+        ctx.kernel, ctx.kinds = kernel, [(t.shape, t.dtype, t.device) for t in saved]
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = []
+        for given, (shape, dtype, device) in zip(ctx.saved_tensors, ctx.kinds, strict=True):
+            if given.shape != shape:
+                raise UsageError(
+                    f"a hook for saved tensors gave back a tensor of shape {tuple(given.shape)} for one of {tuple(shape)}; "
+                    "it must give back what it was given"
+                )
+            saved.append(given.to(device, dtype))
+        return None, *ctx.kernel.backward(grad, *saved)
+
+
+def _takes(*tensors: Tensor) -> bool:
+    """Whether there are kernels, nobody needs to see what torch does, and these are numbers that C can read."""
+    watched = _KERNELS is None or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if watched or _get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
+        return False
+    return all(map(_is_plain, tensors))
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is float32 in the memory of this process: no subclass, which may hold its numbers elsewhere, nor lazy."""
+    kind = type(x)
+    if not (kind is Tensor or kind is Parameter) or x.dtype is not torch.float32 or not x.is_cpu or x.is_nested:
+        return False
+    if x.layout is not torch.strided or is_functorch_wrapped_tensor(x) or x.is_neg() or not x.numel():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.untyped_storage().nbytes() >= 4 * (x.storage_offset() + last + 1)
+
+
+def _needs_graph(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    images = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if images else torch.contiguous_format
+
+
+def _lay_out(x: Tensor, layout: torch.memory_format) -> Tensor:
+    return x.contiguous(memory_format=layout if x.ndim == 4 else torch.contiguous_format)
+
+
+def _threads(work: int, worth: int) -> int:
+    return min(torch.get_num_threads(), _KERNELS.MOST_THREADS) if work >= worth else 1
+
+
+def _call(kernel: Any, *arguments: Any) -> Any:
+    """What the kernel returns; None where C refuses, before it has touched anything.
+
+    It sees what Python does not, such as memory that is not aligned or not there.
+    """
+    try:
+        return kernel(*(to_dlpack(a) if isinstance(a, Tensor) else a for a in arguments))
+    except ValueError:
+        return None

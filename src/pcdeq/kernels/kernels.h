@@ -25,7 +25,6 @@
  * with one: no thread waits long for another on a busy machine, and sums over parts are always the same. */
 enum { PARTS = 8 };
 #define PART_FIRST(n, part) ((n) * (part) / PARTS)
-#define PART_SIZE(n, part) (PART_FIRST(n, (part) + 1) - PART_FIRST(n, part))
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -34,36 +33,10 @@ enum { PARTS = 8 };
 #define THREAD 0
 #endif
 
-/* exp(f) - 1 for |f| <= ln(2) / 2, relative error below 2e-7. */
-INLINE float expm1_small(float f)
-{
-    float tail = 1.9875691e-4f;
-    tail = tail * f + 1.3981999e-3f;
-    tail = tail * f + 8.3334519e-3f;
-    tail = tail * f + 4.1665796e-2f;
-    tail = tail * f + 1.6666666e-1f;
-    tail = tail * f + 0.5f;
-    return tail * f * f + f;
-}
-
-/* Pointers travel from Python as integers. */
-#define FLOATS(address) ((float *)(uintptr_t)(address))
-#define INTS(address) ((int32_t *)(uintptr_t)(address))
-
-PyObject *anderson_step(PyObject *self, PyObject *args);
-PyObject *solve(PyObject *self, PyObject *args);
-PyObject *dense_forward(PyObject *self, PyObject *args);
-PyObject *dense_backward(PyObject *self, PyObject *args);
-PyObject *adamw(PyObject *self, PyObject *args);
-PyObject *conv_weight_gradient(PyObject *self, PyObject *args);
-PyObject *softplus(PyObject *self, PyObject *args);
-PyObject *softplus_gradient(PyObject *self, PyObject *args);
-PyObject *normalise(PyObject *self, PyObject *args);
-PyObject *normalise_gradient(PyObject *self, PyObject *args);
-PyObject *batch_norm_forward(PyObject *self, PyObject *args);
-PyObject *batch_norm_inference(PyObject *self, PyObject *args);
-PyObject *batch_norm_backward(PyObject *self, PyObject *args);
-PyObject *max_pool_forward(PyObject *self, PyObject *args);
-PyObject *max_pool_backward(PyObject *self, PyObject *args);
+/* The functions of the module. */
+PyObject *solve(PyObject *self, PyObject *const *objects, Py_ssize_t count);
+PyObject *batch_norm_forward(PyObject *self, PyObject *const *objects, Py_ssize_t count);
+PyObject *batch_norm_inference(PyObject *self, PyObject *const *objects, Py_ssize_t count);
+PyObject *batch_norm_backward(PyObject *self, PyObject *const *objects, Py_ssize_t count);
 
 #endif

@@ -1,31 +1,32 @@
-/* The extension module pcdeq._kernels: float32, CPU, and optional; every caller has a path in plain torch. */
-#include "kernels.h"
+/* The extension module pcdeq._kernels: float32, CPU, and optional; binding.py, its one caller, declines without it. */
+#include "anderson.h"
+#include "tensors.h"
 
+#define FUNCTION(name, what) { #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, what }
 static PyMethodDef methods[] = {
-    { "anderson_step", anderson_step, METH_VARARGS, "A safeguarded Anderson step; returns the samples left." },
-    { "solve", solve, METH_VARARGS, "A whole solve, forward or adjoint." },
-    { "dense_forward", dense_forward, METH_VARARGS, "A dense layer: injection, weight and solve." },
-    { "dense_backward", dense_backward, METH_VARARGS, "Its gradients." },
-    { "adamw", adamw, METH_VARARGS, "A step of AdamW." },
-    { "conv_weight_gradient", conv_weight_gradient, METH_VARARGS, "Of a 3x3 convolution." },
-    { "softplus", softplus, METH_VARARGS, "The injection of kind 1." },
-    { "softplus_gradient", softplus_gradient, METH_VARARGS, "Its gradient." },
-    { "normalise", normalise, METH_VARARGS, "Weight normalisation of a nonnegative weight." },
-    { "normalise_gradient", normalise_gradient, METH_VARARGS, "Its gradients." },
-    { "batch_norm_forward", batch_norm_forward, METH_VARARGS, "Normalise by batch statistics." },
-    { "batch_norm_inference", batch_norm_inference, METH_VARARGS, "Normalise by running statistics." },
-    { "batch_norm_backward", batch_norm_backward, METH_VARARGS, "Its gradients." },
-    { "max_pool_forward", max_pool_forward, METH_VARARGS, "3x3 maximum, stride 1, and where it was." },
-    { "max_pool_backward", max_pool_backward, METH_VARARGS, "Its gradient." },
+    FUNCTION(solve, "A whole solve, forward or adjoint."),
+    FUNCTION(batch_norm_forward, "Normalise by batch statistics."),
+    FUNCTION(batch_norm_inference, "Normalise by running statistics."),
+    FUNCTION(batch_norm_backward, "The gradients of the first."),
     { NULL, NULL, 0, NULL },
 };
 
 static struct PyModuleDef module = { PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods, NULL, NULL, NULL, NULL };
 
+/* The names of the activations that `solve` knows, in the order of their numbers. */
+static PyObject *activations(void)
+{
+    return Py_BuildValue("(ssssssss)", "tanh", "softsign", "relu6", "sigmoid", "1-exp", "hard-tanh", "hard-sigmoid",
+                         "linear");
+}
+
 PyMODINIT_FUNC PyInit__kernels(void)
 {
-    PyObject *made = PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module), *names = made ? activations() : NULL;
+    if (made && (!names || PyModule_AddObjectRef(made, "ACTIVATIONS", names) < 0)) Py_CLEAR(made);
+    Py_XDECREF(names);
     if (made && PyModule_AddIntConstant(made, "VECTORISED", VECTORISED) < 0) Py_CLEAR(made);
-    if (made && PyModule_AddIntConstant(made, "INTERFACE", 2) < 0) Py_CLEAR(made); /* as in kernels/__init__.py */
+    if (made && PyModule_AddIntConstant(made, "MOST_THREADS", MOST_THREADS) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "INTERFACE", 3) < 0) Py_CLEAR(made); /* as in binding.py */
     return made;
 }

@@ -3,7 +3,7 @@
  * Convolutions take Winograd's way, F(4x4, 3x3) (Lavin & Gray 2016): an image is cut into tiles of 4x4 outputs, each of
  * which needs 6x6 inputs. Both are transformed so that the convolution is one product of matrices for each of 36
  * frequencies, a quarter of the multiplications. Its rounding error is some ten times that of the plain sum, about
- * 1e-6 of the largest sums around; solvers/fused.py knows for which tolerances that is good enough.
+ * 1e-6 of the largest sums around; binding.py knows for which tolerances that is good enough.
  */
 #include "product.h"
 #include <string.h>
@@ -273,55 +273,5 @@ void product(const layout *l, const float *packed, const float *z, float *out, f
         for (int f = 0; f < FREQUENCIES; f++)
             multiply(tiles, l->channels, l->lanes, inputs + f * size, packed + f * weights, outputs + f * size);
         scatter_tiles(l, outputs, row, rows, out);
-    }
-}
-
-/* gradient[i] += Σ z[pixel][i] y[pixel] for some inputs i and vectors of outputs, over the pixels of some rows. */
-INLINE void correlate(int inputs, int vectors, const layout *l, int64_t rows, const float *z, const float *y,
-                      float *gradient)
-{
-    vector sum[6][3];
-    for (int i = 0; i < inputs; i++)
-        for (int v = 0; v < vectors; v++) sum[i][v] = AT(gradient + i * l->lanes + v * LANES);
-    for (int64_t row = 0; row < rows; row++) {
-        const float *a = z + row * l->stride, *b = y + row * l->n;
-        for (int64_t pixel = 0; pixel < l->width; pixel++, a += l->lanes, b += l->lanes)
-#pragma GCC unroll 6
-            for (int i = 0; i < inputs; i++) {
-                const vector number = a[i] - (vector){ 0 };
-#pragma GCC unroll 3
-                for (int v = 0; v < vectors; v++) sum[i][v] += number * AT(b + v * LANES);
-            }
-    }
-    for (int i = 0; i < inputs; i++)
-        for (int v = 0; v < vectors; v++) SET(gradient + i * l->lanes + v * LANES) = sum[i][v];
-}
-
-INLINE void correlate_columns(int most, int vectors, const layout *l, int64_t rows, const float *z, const float *y,
-                              float *gradient)
-{
-    int64_t i = 0;
-    for (; i + most <= l->channels; i += most)
-        correlate(most, vectors, l, rows, z + i, y, gradient + i * l->lanes);
-    for (; i + 2 <= l->channels; i += 2) correlate(2, vectors, l, rows, z + i, y, gradient + i * l->lanes);
-    if (i < l->channels) correlate(1, vectors, l, rows, z + i, y, gradient + i * l->lanes);
-}
-
-/* A few rows at a time, which stay in the first cache for all taps and channels. */
-VERSIONS
-void add_weight_gradient(const layout *l, const float *z, const float *y, float *gradient)
-{
-    const int64_t most = l->width < 64 ? 64 / l->width : 1;
-    for (int64_t row = 0; row < l->height; row += most) {
-        const int64_t rows = l->height - row < most ? l->height - row : most;
-        for (int tap = 0; tap < 9; tap++) {
-            const float *a = z + (row + tap / 3 - 1) * l->stride + (tap % 3 - 1) * l->lanes, *b = y + row * l->n;
-            float *out = gradient + tap * l->channels * l->lanes;
-            int64_t at = 0;
-            for (; l->lanes - at >= 4 * LANES || l->lanes - at == 2 * LANES; at += 2 * LANES)
-                correlate_columns(6, 2, l, rows, a, b + at, out + at);
-            if (l->lanes - at == 3 * LANES) correlate_columns(4, 3, l, rows, a, b + at, out + at);
-            else if (l->lanes > at) correlate_columns(6, 1, l, rows, a, b + at, out + at);
-        }
     }
 }

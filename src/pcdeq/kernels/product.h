@@ -36,8 +36,4 @@ void pack(const layout *l, int transposed, const float *weight, float *packed);
 int64_t product_space(const layout *l);
 void product(const layout *l, const float *packed, const float *z, float *out, float *space);
 
-/* For images: gradient += the gradient of <y, Wz> with respect to W, in the order tap, input, output channel filled up.
- * z lies with the padding, y without. */
-void add_weight_gradient(const layout *l, const float *z, const float *y, float *gradient);
-
 #endif

@@ -3,11 +3,27 @@
  * The steps are those of anderson.c, the products those of product.c. A batch need not wait for its slowest sample,
  * memory beyond the cache is read and written once a solve instead of once a step, and Python is called once.
  */
-#include "solve.h"
+#include "anderson.h"
+#include "product.h"
+#include "tensors.h"
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* What the threads share. The start of a solve is `start`, or s(base + offset) for a guess `base` of the product. */
+typedef struct {
+    layout l;
+    strides t;
+    rule r;
+    int transposed, threads;
+    int steps_before, max_steps; /* steps that the start stands for; of these and those taken, the most */
+    int64_t samples;
+    const float *weight, *packed, *offset, *slope, *start, *base;
+    float *out, *residuals;
+    int64_t *steps;
+    unsigned char *converged;
+} batch;
 
 /* Numbers that one thread works with. */
 static size_t scratch_size(const layout *l) { return l->padded + 5 * l->runs * l->n + product_space(l); }
@@ -29,21 +45,9 @@ static void make_start(const batch *b, const sample *a)
 {
     const layout *l = &b->l;
     const int64_t size = l->runs * l->n;
-    const int linear = b->r.which == LINEAR;
-    float *guess = a->value;
-    memset(guess, 0, size * sizeof(float));
-    if (b->base) load(l, &b->t, b->base, guess, l->n);
-    make_admissible(size, !linear, guess);
-    if (b->response) { /* dense: one run */
-        float *point = a->point, *base = a->residual;
-        memcpy(base, guess, size * sizeof(float));
-        if (!linear) evaluate_sample(&b->r, a);
-        for (int64_t i = 0; i < l->channels; i++)
-            point[i] = linear ? b->mean[i] * a->offset[i] : a->value[i] - b->mean[i];
-        product(l, b->response, point, guess, NULL);
-        for (int64_t i = 0; i < size; i++) guess[i] += base[i];
-        make_admissible(size, !linear, guess);
-    }
+    memset(a->value, 0, size * sizeof(float));
+    if (b->base) load(l, &b->t, b->base, a->value, l->n);
+    make_admissible(size, b->r.which != LINEAR, a->value);
     evaluate_sample(&b->r, a);
     for (int64_t run = 0; run < l->runs; run++)
         memcpy(a->point + run * l->stride, a->value + run * l->n, l->n * sizeof(float));
@@ -53,9 +57,9 @@ static void solve_sample(const batch *b, int64_t index, float *scratch)
 {
     const layout *l = &b->l;
     const int64_t size = l->runs * l->n, at = index * b->t.sample;
-    float *point = scratch + l->first, *value = scratch + l->padded, *best = value + size;
-    float *residual = best + size, *offset = residual + size, *slope = offset + size, *space = slope + size;
-    const sample a = { value, point, best, residual, offset, b->slope ? slope : NULL };
+    float *point = scratch + l->first, *value = scratch + l->padded, *last = value + size;
+    float *residual = last + size, *offset = residual + size, *slope = offset + size, *space = slope + size;
+    const sample a = { value, point, last, residual, offset, b->slope ? slope : NULL };
     sample_state s = { 0 };
     load(l, &b->t, b->offset + at, offset, l->n);
     if (b->slope) load(l, &b->t, b->slope + at, slope, l->n);
@@ -65,10 +69,10 @@ static void solve_sample(const batch *b, int64_t index, float *scratch)
         product(l, b->packed, point, value, space);
         step_sample(&b->r, &a, &s);
     }
-    store(l, &b->t, best, b->out + at);
+    store(l, &b->t, last, b->out + at);
     b->steps[index] = b->steps_before + s.steps;
     b->residuals[index] = s.relative;
-    b->converged[index] = s.relative < b->r.tol;
+    b->converged[index] = s.converged;
     /* What is not a number spreads into the padding, which must be 0 for the next sample. */
     if (!(s.relative < INFINITY)) memset(scratch, 0, scratch_size(l) * sizeof(float));
 }
@@ -77,25 +81,22 @@ static void solve_sample(const batch *b, int64_t index, float *scratch)
 enum { LINE = 64 };
 static float *at_line(char *memory) { return (float *)(memory + (LINE - (uintptr_t)memory % LINE) % LINE); }
 
-/* Each thread takes the next samples when it is done with some. */
-int solve_batch(batch *b, int transposed, const float *weight, const float *response, int threads)
+/* Each thread takes the next samples when it is done with some; 0 if there is no memory. */
+static int solve_batch(batch *b)
 {
     const layout *l = &b->l;
-    const int64_t weights = packed_size(l);
+    const int64_t weights = packed_size(l), few = l->conv ? 1 : 4;
     const size_t share = (scratch_size(l) + 31) / 32 * 32; /* threads share no cache line */
-    char *packed_memory = malloc((2 * weights + l->n) * sizeof(float) + LINE);
-    char *scratch_memory = calloc(threads * share * sizeof(float) + LINE, 1);
+    char *packed_memory = malloc((weights + l->n) * sizeof(float) + LINE);
+    char *scratch_memory = calloc(b->threads * share * sizeof(float) + LINE, 1);
     const int ok = packed_memory && scratch_memory;
     if (ok) {
         float *packed = at_line(packed_memory), *scratch = at_line(scratch_memory);
-        pack(l, transposed, weight, packed);
-        if (response) pack(l, transposed, response, packed + weights);
-        fill_keep(l, packed + 2 * weights);
+        pack(l, b->transposed, b->weight, packed);
+        fill_keep(l, packed + weights);
         b->packed = packed;
-        b->response = response ? packed + weights : NULL;
-        b->r.keep = packed + 2 * weights;
-        const int64_t few = l->conv ? 1 : 4;
-#pragma omp parallel for schedule(dynamic, few) num_threads(threads) if (threads > 1)
+        b->r.keep = packed + weights;
+#pragma omp parallel for schedule(dynamic, few) num_threads(b->threads) if (b->threads > 1)
         for (int64_t i = 0; i < b->samples; i++) solve_sample(b, i, scratch + THREAD * share);
     }
     free(packed_memory);
@@ -103,17 +104,8 @@ int solve_batch(batch *b, int transposed, const float *weight, const float *resp
     return ok;
 }
 
-void set_layout(batch *b, int64_t samples, layout l, strides t)
-{
-    b->samples = samples;
-    b->l = l;
-    b->t = t;
-    b->r.runs = l.runs;
-    b->r.n = l.n;
-    b->r.stride = l.stride;
-}
-
-PyObject *summary_of(const batch *b)
+/* How many samples did not converge, the steps of the slowest, and the largest relative residual. */
+static PyObject *summary_of(const batch *b)
 {
     long long failed = 0, slowest = 0;
     double largest = 0;
@@ -125,77 +117,54 @@ PyObject *summary_of(const batch *b)
     return Py_BuildValue("LLd", failed, slowest, largest);
 }
 
-/* Solve z = s(Wz + offset) or, if which is LINEAR, u = slope (W u + offset), with W transposed if asked for; returns
- * its summary. */
-PyObject *solve(PyObject *self, PyObject *args)
+/* Everything that a solve is given. */
+static int take_batch(arguments *a, batch *b)
 {
-    (void)self;
-    long long samples, channels, height, width, s[4];
-    unsigned long long weight, response, offset, slope, start, base, mean, out, steps, residuals, converged;
-    int conv, transposed, threads;
-    batch b = { 0 };
-    if (!PyArg_ParseTuple(args, "iii(LLLL)(LLLL)(KKKKKKK)(KKKK)ffffiii", &conv, &transposed, &b.r.which, &samples,
-                          &channels, &height, &width, &s[0], &s[1], &s[2], &s[3], &weight, &offset, &slope, &start, &base,
-                          &mean, &response, &out, &steps, &residuals, &converged, &b.r.tol, &b.r.decay, &b.r.low,
-                          &b.r.high, &b.steps_before, &b.max_steps, &threads))
-        return NULL;
-    set_layout(&b, samples, layout_of(conv, channels, height, width), (strides){ s[0], s[1], s[2], s[3] });
-    b.offset = FLOATS(offset);
-    b.slope = FLOATS(slope);
-    b.start = FLOATS(start);
-    b.base = FLOATS(base);
-    b.mean = FLOATS(mean);
-    b.out = FLOATS(out);
-    b.residuals = FLOATS(residuals);
-    b.steps = (int64_t *)(uintptr_t)steps;
-    b.converged = (unsigned char *)(uintptr_t)converged;
-    int ok;
-    Py_BEGIN_ALLOW_THREADS
-    ok = solve_batch(&b, transposed, FLOATS(weight), FLOATS(response), threads);
-    Py_END_ALLOW_THREADS
-    return ok ? summary_of(&b) : PyErr_NoMemory();
+    const int conv = (int)take_integer(a, "conv", 0, 1), ndim = conv ? 4 : 2;
+    b->transposed = (int)take_integer(a, "transposed", 0, 1);
+    b->r.which = (int)take_integer(a, "activation", 0, ACTIVATIONS - 1);
+    const enum access slope = b->r.which == LINEAR ? READ : READ_IF_GIVEN;
+    const tensor offset = take_tensor(a, "offset", READ, FLOAT32, EITHER, ndim, SHAPE(ANY, ANY, ANY, ANY));
+    const enum order order = offset.order;
+    const int64_t n = offset.shape[0], c = offset.shape[1], h = conv ? offset.shape[2] : 1, w = conv ? offset.shape[3] : 1;
+    b->offset = offset.data;
+    b->weight = take_tensor(a, "weight", READ, FLOAT32, PLAIN, ndim, SHAPE(c, c, 3, 3)).data;
+    b->slope = take_tensor(a, "slope", slope, FLOAT32, order, ndim, offset.shape).data;
+    b->start = take_tensor(a, "start", READ_IF_GIVEN, FLOAT32, order, ndim, offset.shape).data;
+    b->base = take_tensor(a, "base", READ_IF_GIVEN, FLOAT32, order, ndim, SHAPE(1, c, h, w)).data;
+    b->out = take_tensor(a, "out", WRITE, FLOAT32, order, ndim, offset.shape).data;
+    b->steps = take_tensor(a, "steps", WRITE, INT64, PLAIN, 1, SHAPE(n)).data;
+    b->residuals = take_tensor(a, "residual", WRITE, FLOAT32, PLAIN, 1, SHAPE(n)).data;
+    b->converged = take_tensor(a, "converged", WRITE, BOOL, PLAIN, 1, SHAPE(n)).data;
+    b->r.tol = take_number(a, "tol", 0, INFINITY);
+    b->r.decay = take_number(a, "decay", 0, 1);
+    b->r.low = take_number(a, "low", -INFINITY, 0); /* the padding is 0, and must stay so */
+    b->r.high = take_number(a, "high", 0, INFINITY);
+    b->steps_before = (int)take_integer(a, "steps_before", 0, INT32_MAX - 1);
+    b->max_steps = (int)take_integer(a, "max_steps", b->steps_before + 1, INT32_MAX);
+    b->threads = (int)take_integer(a, "threads", 1, MOST_THREADS);
+    require(a, c <= MOST_CHANNELS && c * h <= LARGEST_SAMPLE && c * h * w <= LARGEST_SAMPLE, "offset", "is too large");
+    if (!all_taken(a)) return 0;
+    b->samples = n;
+    b->l = layout_of(conv, c, h, w);
+    b->r.runs = b->l.runs;
+    b->r.n = b->l.n;
+    b->r.stride = b->l.stride;
+    b->t = (strides){ offset.strides[0], offset.strides[1], offset.strides[2], offset.strides[3] };
+    return 1;
 }
 
-/* The gradient of Σ <y, Wz> over the samples with respect to the weight of a 3x3 convolution. */
-PyObject *conv_weight_gradient(PyObject *self, PyObject *args)
+/* Solve z = s(Wz + offset) or, if the activation is linear, u = slope (W u + offset), with W transposed if asked for;
+ * returns a summary. */
+PyObject *solve(PyObject *self, PyObject *const *objects, Py_ssize_t count)
 {
     (void)self;
-    long long samples, channels, height, width, s[4];
-    unsigned long long z, y, gradient;
-    int threads;
-    if (!PyArg_ParseTuple(args, "(LLLL)(LLLL)KKKi", &samples, &channels, &height, &width, &s[0], &s[1], &s[2], &s[3],
-                          &z, &y, &gradient, &threads))
-        return NULL;
-    const layout l = layout_of(1, channels, height, width);
-    const strides t = { s[0], s[1], s[2], s[3] };
-    const int64_t size = 9 * channels * l.lanes, share = l.runs * l.n + l.padded;
-    float *gradients = calloc(PARTS * size, sizeof(float)), *scratch = calloc(threads * share, sizeof(float));
-    float *total = FLOATS(gradient);
-    if (!gradients || !scratch) {
-        free(gradients);
-        free(scratch);
-        return PyErr_NoMemory();
-    }
+    arguments a = { .objects = objects, .count = count };
+    batch b = { 0 };
+    if (!take_batch(&a, &b)) return NULL;
+    int ok;
     Py_BEGIN_ALLOW_THREADS
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int part = 0; part < PARTS; part++) {
-        float *here_y = scratch + THREAD * share, *here_z = here_y + l.runs * l.n + l.first;
-        for (int64_t i = PART_FIRST(samples, part); i < PART_FIRST(samples, part + 1); i++) {
-            load(&l, &t, FLOATS(z) + i * t.sample, here_z, l.stride);
-            load(&l, &t, FLOATS(y) + i * t.sample, here_y, l.n);
-            add_weight_gradient(&l, here_z, here_y, gradients + part * size);
-        }
-    }
-    for (int64_t o = 0; o < channels; o++)
-        for (int64_t i = 0; i < channels; i++)
-            for (int64_t tap = 0; tap < 9; tap++) {
-                float sum = 0.0f;
-                for (int part = 0; part < PARTS; part++)
-                    sum += gradients[part * size + (tap * channels + i) * l.lanes + o];
-                total[(o * channels + i) * 9 + tap] = sum;
-            }
-    free(gradients);
+    ok = solve_batch(&b);
     Py_END_ALLOW_THREADS
-    free(scratch);
-    Py_RETURN_NONE;
+    return ok ? summary_of(&b) : PyErr_NoMemory();
 }

@@ -93,7 +93,7 @@ class _Watch:
             if self.batch:
                 self._take_down(self.relative < self.tol, state.value, count)
                 self.active = self.active & state.point.isfinite().all()  # one lost sample makes every norm NaN
-            elif bool((_is_sure(length, size) | ~near).all()):
+            elif bool((_is_sure(length, size) | ~(near & self.active)).all()):
                 self._take_down(near, state.value, count)
             else:
                 self._measure_again(state, count)
@@ -106,7 +106,8 @@ class _Watch:
         self.relative = torch.where(length == 0, 0.0, length / size)
         self._take_down(self.relative < self.tol, state.value, count)
         # Not so a sample whose value is infinite but whose next point is not: a proposal that was refused.
-        self.active = self.active & state.point.isfinite().flatten(1).all(1)
+        lost = self.active & ~state.point.isfinite().flatten(1).all(1)
+        self.steps, self.active = torch.where(lost, count, self.steps), self.active & ~lost
 
     def _take_down(self, done: Tensor, value: Tensor, count: int) -> None:
         done = done & self.active
@@ -119,7 +120,7 @@ class _Watch:
         """What is to be said after so many steps, the last of which gave this value."""
         if self.value is not None:
             value = torch.where(per_sample(self.converged, value), self.value, value)
-        steps = torch.where(self.converged, self.steps, count)
+        steps = torch.where(self.active | (self.steps == 0), count, self.steps)
         return Solution.of(value, steps, torch.where(self.converged, self.residual, self.relative), self.converged)
 
 

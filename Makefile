@@ -3,6 +3,7 @@
 # make docs     set up and build the documentation into docs/_build; a warning is an error
 # make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
+# make bench AGAINST=REV   measure this code and another revision of it in turns; BENCH='--runs 1' passes options on
 # make dist     build the wheel and the source archive in dist/
 # make test-wheel   build, install the wheel in a fresh environment, and run the tests against it
 PYTHON ?= python3
@@ -45,8 +46,12 @@ check: lint docs test
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
-	$(BIN)/python benchmarks/run.py
+ifdef AGAINST
+	$(BIN)/python benchmarks/against.py $(AGAINST) $(BENCH)
+else
+	$(BIN)/python benchmarks/run.py $(BENCH)
 	$(BIN)/python benchmarks/models.py
+endif
 
 dist: setup
 	rm -rf dist build
@@ -57,4 +62,4 @@ test-wheel: dist
 	PYTHON=$(PYTHON) scripts/test_wheel.sh dist/*.whl
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/results
+	rm -rf $(VENV) build dist .bench .pytest_cache .ruff_cache .hypothesis docs/_build docs/results

@@ -1,36 +1,26 @@
-"""What is measured: the paper's networks on trained weights, and the images they are given.
+"""What is measured: the paper's networks on trained weights.
 
 An untrained layer converges too easily to mean anything. `benchmarks/weights/` holds a short training of
-each network; ``python benchmarks/cases.py`` makes them anew.
+each network; prepare.py makes them, and the images. Here only public names of pcdeq are used, so that older
+revisions can be measured by today's benchmark (against.py).
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.nn import functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import pcdeq
-from pcdeq.data import Batches, load_dataset
-from pcdeq.errors import PcdeqError
-from pcdeq.models import build, equilibrium_layers
-from pcdeq.models.networks import Network, Preprocessing
-from pcdeq.recipes import find_row
 
 WEIGHTS = Path(__file__).parent / "weights"
 ACTIVATIONS = ("tanh", "relu6", "softsign", "sigmoid")
 BATCH = 64
-BATCHES = 8  # that take turns: a solve must not start from what the same images have taught
-SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 Batch = tuple[Tensor, Tensor]
-# Steps of the short training, with the row's learning rate; as many as an hour on two cores allows.
+# The networks and shapes of images, and steps of the short training, with the row's learning rate; as many as an hour
+# on two cores allows.
 STEPS = {
     ("l", "mnist"): 9_000,
     ("sc", "mnist"): 300,
@@ -57,28 +47,11 @@ class Case:
     def weights(self) -> Path:
         return WEIGHTS / f"{self.row}-{self.data}.safetensors"
 
-    def model(self) -> Network:
+    def model(self) -> nn.Sequential:
         """The network with its trained weights."""
-        model = build(self.row, self.data)
+        model = pcdeq.build(self.row, self.data)
         model.load_state_dict(load_file(self.weights))
         return model
-
-    def batches(self) -> tuple[list[Batch], str]:
-        """Batches of test images and labels, and where they are from.
-
-        Without the data sets they are digits of the package, which the weights of MNIST have seen.
-        """
-        name = self.data
-        try:
-            data = load_dataset(name, quiet=True)
-        except PcdeqError:  # no network: digits, enlarged, are real images of the right shape
-            data, name = load_dataset("mnist-mini"), "mnist-mini, enlarged"
-        images = Preprocessing(data.mean, data.std, data.classes)(data.test.images)
-        if images.shape[1:] != SHAPES[self.data]:
-            images = F.interpolate(images, size=SHAPES[self.data][1:]).expand(-1, SHAPES[self.data][0], -1, -1)
-        # Spread over the test set, which may be sorted by class.
-        chosen = [torch.arange(start, len(images), len(images) // BATCH)[:BATCH] for start in range(BATCHES)]
-        return [(images[indices], data.test.labels[indices]) for indices in chosen], name
 
 
 def cases(topologies: tuple[str, ...], data: tuple[str, ...], activations: tuple[str, ...]) -> list[Case]:
@@ -89,37 +62,3 @@ def cases(topologies: tuple[str, ...], data: tuple[str, ...], activations: tuple
         if topology in topologies and shape in data
         for activation in activations
     ]
-
-
-def make_weights(case: Case) -> None:
-    """Train a case's network for a short time on its own data set and keep its weights."""
-    torch.manual_seed(0)
-    data = load_dataset(case.data)
-    row = find_row(case.row, case.data)
-    model = build(case.row, case.data).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=row.lr, weight_decay=row.weight_decay, fused=True)
-    batches = Batches(data.train, BATCH, mean=data.mean, std=data.std, shuffle=True, channels_last=True)
-    steps = STEPS[case.topology, case.data]
-    for step, (images, labels) in enumerate(itertools.islice(_epochs(batches), steps), start=1):
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        pcdeq.project_(model)
-        if step % max(1, steps // 10) == 0:
-            counts = [layer.last_forward.steps for layer in equilibrium_layers(model)]
-            print(f"{case.row} {case.data}: step {step}, loss {loss.item():.3f}, forward steps {counts}", flush=True)
-    WEIGHTS.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, case.weights)
-
-
-def _epochs(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-    for epoch in itertools.count():
-        batches.set_epoch(epoch)
-        yield from batches
-
-
-if __name__ == "__main__":
-    for case in cases(("l", "sc", "mc"), ("mnist", "cifar10"), ACTIVATIONS):
-        if not case.weights.exists() or "--all" in sys.argv:
-            make_weights(case)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 import torch
 from cases import Batch, Case
@@ -19,8 +17,6 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import pcdeq
-from pcdeq.models.batch_norm import lay_out
-from pcdeq.training.adamw import AdamW
 
 TOL = 1e-4
 TOLERANCES = (1e-4, 7e-5, 5e-5, 3e-5, 2e-5, 1e-5, 5e-6, 2e-6, 1e-6)  # that pcdeq may choose from
@@ -69,14 +65,9 @@ class Contestant:
         self.batches = [(images.contiguous(memory_format=layout), labels) for images, labels in batches]
         self.turns = itertools.cycle(self.batches)
         self.model = model if method == "pcdeq" else with_peer(model, method, TOL, layout)
-        # Ours are layout and optimiser of our trainer. A rate of nearly 0: the weights stay those that were trained,
-        # the work is that of a step.
-        options: dict[str, Any] = {"lr": 1e-12, "weight_decay": 0.0}
-        if self.is_ours:
-            lay_out(self.model)
-            self.optimizer = AdamW(self.model.parameters(), fused=True, **options)
-        else:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        # The same optimiser for all. A rate of nearly 0: the weights stay those that were trained, the work is that of
+        # a step.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0, fused=True)
 
     def train(self) -> None:
         """One training step."""
@@ -108,14 +99,25 @@ class Contestant:
         not the same error.
         """
         errors = (inf, inf)
-        for index, name in enumerate(("solver", "adjoint_solver")):
+        for index in range(2):
             for tol in TOLERANCES:
-                for layer in layers_of(self.model):
-                    setattr(layer, name, getattr(layer, name).with_options(tol=tol))
+                self.tolerances = (self.tolerances[0], tol) if index else (tol, self.tolerances[1])
                 errors = referee.errors(self)
                 if errors[index] <= limits[index]:
                     break
         return errors
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """Those of pcdeq, forward and backward."""
+        layer = layers_of(self.model)[0]
+        return layer.solver.tol, layer.adjoint_solver.tol
+
+    @tolerances.setter
+    def tolerances(self, tolerances: tuple[float, float]) -> None:
+        for layer in layers_of(self.model):
+            for name, tol in zip(("solver", "adjoint_solver"), tolerances, strict=True):
+                setattr(layer, name, replace(getattr(layer, name), tol=tol))
 
 
 def peers_of(model: nn.Module) -> list[Peer]:
@@ -127,9 +129,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, Peer | pcdeq.PcDEQ)]
 
 
-def measure(case: Case, methods: tuple[str, ...], seconds: float) -> list[Measurement]:
+def measure(case: Case, batches: list[Batch], methods: tuple[str, ...], seconds: float) -> list[Measurement]:
     """Measure all methods on a case, giving each about so many seconds for training and as many for inference."""
-    batches, _ = case.batches()
     contestants = {method: Contestant(method, case, batches) for method in methods}
     referee = Referee(case, batches[0][0])
     errors = {m: referee.errors(c) for m, c in contestants.items() if m not in ("pcdeq", "explicit")}
@@ -150,24 +151,28 @@ def interleave(actions: dict[str, Callable[[], None]], seconds: float) -> dict[s
     """Time the actions in turns, so that a slow moment of the machine hits all of them.
 
     A turn of a short action is several in a row, the first of which is not counted: others have emptied the caches.
-    A long action has fewer turns, at least two.
+    A long action has fewer turns, at least two; of one that fills its time at once the first counts, too.
     """
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    spent = dict.fromkeys(actions, 0.0)
-    for action in actions.values():
-        action()
+    first = {name: seconds_of(action) for name, action in actions.items()}
+    times = {name: [took] if took > seconds else [] for name, took in first.items()}
+    spent = {name: sum(found) for name, found in times.items()}
     while any(spent[name] < seconds or len(times[name]) < 2 for name in actions):
         for name, action in actions.items():
             if spent[name] >= seconds and len(times[name]) > 1:
                 continue
             turn: list[float] = []
             while sum(turn) < TURN:
-                start = time.perf_counter()
-                action()
-                turn.append(time.perf_counter() - start)
+                turn.append(seconds_of(action))
             spent[name] += sum(turn)
             times[name] += turn[1:] or turn
     return {name: Timing.of(found) for name, found in times.items()}
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """How long the action takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
 
 
 def count_products(contestant: Contestant) -> tuple[float, float]:
@@ -181,30 +186,39 @@ def count_products(contestant: Contestant) -> tuple[float, float]:
             layer.products = layer.pulls = 0
         contestant.train()
         return statistics.fmean(p.products for p in layers), statistics.fmean(p.pulls for p in layers)
+    steps = [_steps(layer, *seen) for layer, seen in _passes(contestant)]
+    return statistics.fmean(forward for forward, _ in steps) - 1, statistics.fmean(backward for _, backward in steps)
+
+
+def _passes(contestant: Contestant) -> list[tuple[pcdeq.PcDEQ, tuple[Tensor, Tensor]]]:
+    """The equilibrium layers, what came in, and the gradient of what went out, in one training step."""
     layers = [layer for layer in contestant.model.modules() if isinstance(layer, pcdeq.PcDEQ)]
+    inputs: dict[nn.Module, Tensor] = {}
+    gradients: dict[nn.Module, Tensor] = {}
+
+    def watch(layer: nn.Module, args: tuple[Tensor, ...], z: Tensor) -> None:
+        inputs[layer] = args[0].detach()
+        z.register_hook(lambda grad: gradients.update({layer: grad}))
+
+    handles = [layer.register_forward_hook(watch) for layer in layers]
+    contestant.train()
+    for handle in handles:
+        handle.remove()
+    return [(layer, (inputs[layer], gradients[layer])) for layer in layers]
+
+
+def _steps(layer: pcdeq.PcDEQ, x: Tensor, grad: Tensor) -> tuple[float, float]:
+    """Steps of a sample forward and backward in the mean: a layer tells those of its slowest, so one by one."""
+    layer.eval()  # so that it learns nothing here
     forward, backward = [], []
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(_listening(layer, "_record_forward", forward))
-            stack.enter_context(_listening(layer, "_record_backward", backward))
-        contestant.train()
-    return statistics.fmean(forward) - 1, statistics.fmean(backward)
-
-
-@contextlib.contextmanager
-def _listening(layer: pcdeq.PcDEQ, name: str, steps: list[float]) -> Iterator[None]:
-    """Note the mean steps of the solves that the layer records."""
-    record = getattr(layer, name)
-
-    def note(solution: pcdeq.Solution) -> None:
-        steps.append(float(solution.steps.double().mean()))
-        record(solution)
-
-    setattr(layer, name, note)
-    try:
-        yield
-    finally:
-        delattr(layer, name)
+    for sample, pulled in zip(x.split(1), grad.split(1), strict=True):
+        layer(sample.requires_grad_()).backward(pulled)
+        assert layer.last_forward is not None and layer.last_backward is not None
+        forward.append(layer.last_forward.steps)
+        backward.append(layer.last_backward.steps)
+    layer.zero_grad()
+    layer.train()
+    return statistics.fmean(forward), statistics.fmean(backward)
 
 
 def peak_memory(action: Callable[[], None]) -> int:

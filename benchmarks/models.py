@@ -20,8 +20,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from cases import Batch, Case
+from cases import Batch
 from measure import Timing, interleave, peak_memory
+from prepare import batches_of
 from report import write
 from torch.nn import functional as F
 
@@ -141,7 +142,7 @@ class Entry:
 
 def measure_class(rows: tuple[str, ...], data: str, runs: Path | None, warm_up: int, seconds: float) -> list[Entry]:
     """Let the models of a class take turns."""
-    batches, _ = Case("mc", data, "relu6").batches()
+    batches, _ = batches_of(data)
     batches = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in batches]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # counted instead

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import cached
-from torchdeq import get_deq
 
 import pcdeq
-from pcdeq.models.baselines.deq import Explicit as ExplicitLayer
-from pcdeq.models.batch_norm import BatchNorm2d, MaxPool3x3
 
 MAX_STEPS = 200
 
@@ -98,6 +97,8 @@ class Torchdeq(Peer):
     solver = "fixed_point_iter"
 
     def __init__(self, layer: pcdeq.PcDEQ, tol: float) -> None:
+        from torchdeq import get_deq  # of the extra `bench`, which the other peers do not need
+
         super().__init__(layer, tol)
         self.deq = get_deq(
             ift=True,
@@ -125,24 +126,17 @@ class TorchdeqAnderson(Torchdeq):
 
 
 class Explicit(Peer):
-    """The package's explicit layer with these weights, one product and no injection: the floor of what we can do."""
+    """The explicit layer s(W s(x) + x) with these weights, one product, no injection: the floor of what we can do."""
+
+    # On the whole line, where the input may lie.
+    ACTIVATIONS: ClassVar = {"tanh": torch.tanh, "softsign": F.softsign, "relu6": F.relu6, "sigmoid": torch.sigmoid}
 
     def __init__(self, layer: pcdeq.PcDEQ, tol: float) -> None:
         super().__init__(layer, tol)
-        del self.linear
-        self.explicit = ExplicitLayer(*layer.operator.weight_v.shape, activation=layer.activation.name)
-        with torch.no_grad():
-            self.explicit.weight.weight_g.copy_(layer.operator.weight_g)
-            self.explicit.weight.weight_v.copy_(layer.operator.weight_v)
-
-    @torch.no_grad()
-    def project_(self) -> None:
-        for parameter in self.explicit.weight.parameters():
-            parameter.clamp_(min=0)
+        self.activate = self.ACTIVATIONS[layer.activation.name]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.products += 1
-        return self.explicit(x)
+        return self.step(self.activate(x), x)
 
 
 PEERS: dict[str, type[Peer]] = {
@@ -170,9 +164,9 @@ def with_peer(model: nn.Module, name: str, tol: float, memory_format: torch.memo
 
 def _plain(layer: nn.Module) -> nn.Module | None:
     """torch's own layer in place of one of ours."""
-    if isinstance(layer, MaxPool3x3):
-        return nn.MaxPool2d(3, stride=1, padding=1)
-    if isinstance(layer, BatchNorm2d):
+    if isinstance(layer, nn.MaxPool2d) and type(layer) is not nn.MaxPool2d:
+        return nn.MaxPool2d(layer.kernel_size, layer.stride, layer.padding)
+    if isinstance(layer, nn.BatchNorm2d) and type(layer) is not nn.BatchNorm2d:
         plain = nn.BatchNorm2d(layer.num_features)
         plain.load_state_dict(layer.state_dict())
         return plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from cases import Case
 from measure import Contestant, count_products, interleave
+from prepare import batches_of
 from report import write
 from run import RESULTS, machine, peak_flops
 from torch.profiler import ProfilerActivity, profile
@@ -63,7 +64,7 @@ def floor(contestant: Contestant) -> tuple[float, float]:
 def main() -> None:
     torch.set_num_threads(2)
     case = Case("mc", "mnist", "tanh")
-    batches, _ = case.batches()
+    batches, _ = batches_of(case.data)
     contestants = {method: Contestant(method, case, batches) for method in ("hook", "pcdeq")}
     times = interleave({method: c.train for method, c in contestants.items()}, 3.0)
     lines = [

@@ -14,8 +14,9 @@ import subprocess
 from pathlib import Path
 
 import torch
-from cases import ACTIVATIONS, Case, cases, make_weights
+from cases import ACTIVATIONS, Case, cases
 from measure import METHODS, Measurement, measure
+from prepare import batches_of, make_weights
 from report import save
 from rich.console import Console
 from rich.progress import track
@@ -33,12 +34,18 @@ def main() -> None:
     for case in chosen:
         if not case.weights.exists():
             make_weights(case)
-    facts = {"machine": machine(), "images": sorted({f"{case.data}: {case.batches()[1]}" for case in chosen})}
+    images = {data: batches_of(data) for data in sorted({case.data for case in chosen})}
+    facts = {"machine": machine(), "images": [f"{data}: {source}" for data, (_, source) in images.items()]}
     runs: list[dict[Case, list[Measurement]]] = []
     for run in range(options.runs):
         description = f"run {run + 1} of {options.runs}"
         measured = track(chosen, description=description, console=Console(stderr=True))
-        runs.append({case: measure(case, methods_for(case, options.methods), options.seconds) for case in measured})
+        runs.append(
+            {
+                case: measure(case, images[case.data][0], methods_for(case, options.methods), options.seconds)
+                for case in measured
+            }
+        )
     console = Console(width=150)
     console.print(target_table(runs), ratio_table(runs), detail_table(runs))
     save(runs, options.out, facts | {"seconds": options.seconds})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -147,7 +147,7 @@ def measure(case: Case, batches: list[Batch], methods: tuple[str, ...], seconds:
     ]
 
 
-def interleave(actions: dict[str, Callable[[], None]], seconds: float) -> dict[str, Timing]:
+def interleave(actions: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, Timing]:
     """Time the actions in turns, so that a slow moment of the machine hits all of them.
 
     A turn of a short action is several in a row, the first of which is not counted: others have emptied the caches.

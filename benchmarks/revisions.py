@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def fetch(name: str) -> Revision:
     revision = Revision(commit[:12], KEPT / commit[:12])
     if not revision.folder.is_dir():
         partial = revision.folder.with_suffix(".part")
-        subprocess.run(["rm", "-rf", partial], check=True)
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         archive = subprocess.run(
             ["git", "archive", commit, "src", "setup.py", "pyproject.toml", "README.md", "LICENSE"],

@@ -18,7 +18,7 @@ from pcdeq.data import load_dataset
 from pcdeq.errors import UsageError
 from pcdeq.models import L, Preprocessing
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import Interrupted, Run, load, loop, resume, train
+from pcdeq.training import Interrupted, Run, load, resume, train, trainer
 from pcdeq.training.objective import LARGEST_WEIGHT, CertifiedLoss, WorstCase, objective_after, plain_loss
 
 RADIUS = 0.1
@@ -69,7 +69,7 @@ def test_reported_is_the_loss_on_the_images():
 
 def test_resume_is_exact(robust, tmp_path, monkeypatch):
     whole = train(robust, progress="none")
-    gradients, calls = loop.add_gradients, []
+    gradients, calls = trainer.add_gradients, []
 
     def interrupt(*arguments):
         calls.append(1)
@@ -77,7 +77,7 @@ def test_resume_is_exact(robust, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         gradients(*arguments)
 
-    monkeypatch.setattr(loop, "add_gradients", interrupt)
+    monkeypatch.setattr(trainer, "add_gradients", interrupt)
     with pytest.raises(Interrupted) as caught:
         train(replace(robust, out=tmp_path / "stopped"), progress="none")
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import MC, equilibrium_layers
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import Interrupted, Run, load, loop, resume, train
+from pcdeq.training import Interrupted, Run, load, resume, train, trainer
 from pcdeq.training.optim import learning_rate, make_optimizer
 from pcdeq.training.tally import Tally
 from pcdeq.training.trainer import add_gradients
@@ -67,13 +67,13 @@ class TestTraining:
         assert first.metrics[0].loss != other.metrics[0].loss
 
     def test_an_epoch_of_a_few_steps(self, tiny, tmp_path, monkeypatch):
-        seen, gradients = [], loop.add_gradients
+        seen, gradients = [], trainer.add_gradients
 
         def count(accelerator, model, images, *others):
             seen.append(len(images))
             gradients(accelerator, model, images, *others)
 
-        monkeypatch.setattr(loop, "add_gradients", count)
+        monkeypatch.setattr(trainer, "add_gradients", count)
         whole = train(replace(tiny, epochs=2, steps_per_epoch=3, schedule="one-cycle", lr_step=None), progress="none")
         assert seen == [tiny.batch_size] * 6
         # The schedule counts such an epoch as a whole one: the last rate is that after 1 + 2/3 of 2 epochs.
@@ -153,7 +153,7 @@ class TestResume:
     def test_after_an_interruption_in_the_third_epoch(self, tiny, tmp_path, monkeypatch, settings):
         config = replace(tiny, validation=0.1, **settings)
         whole = train(config, progress="none")
-        gradients, calls = loop.add_gradients, []
+        gradients, calls = trainer.add_gradients, []
 
         def interrupt(*arguments):
             calls.append(1)
@@ -161,7 +161,7 @@ class TestResume:
                 raise KeyboardInterrupt
             gradients(*arguments)
 
-        monkeypatch.setattr(loop, "add_gradients", interrupt)
+        monkeypatch.setattr(trainer, "add_gradients", interrupt)
         with pytest.raises(Interrupted, match="pcdeq train --resume") as caught:
             train(replace(config, out=tmp_path / "stopped"), progress="none")
         monkeypatch.undo()
@@ -171,7 +171,7 @@ class TestResume:
 
     def test_before_the_first_epoch_was_done(self, tiny, tmp_path, monkeypatch):
         whole = train(replace(tiny, epochs=2), progress="none")
-        monkeypatch.setattr(loop, "add_gradients", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(trainer, "add_gradients", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(Interrupted) as caught:
             train(replace(tiny, epochs=2, out=tmp_path / "stopped"), progress="none")
         monkeypatch.undo()

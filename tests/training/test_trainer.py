@@ -22,7 +22,7 @@ from pcdeq.layers import PcDEQLinear
 from pcdeq.models import MC, equilibrium_layers
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Interrupted, Run, load, resume, train, trainer
-from pcdeq.training.optim import learning_rate, make_optimizer
+from pcdeq.training.optim import learning_rate, make_optimizer, restore_optimizer
 from pcdeq.training.tally import Tally
 from pcdeq.training.trainer import add_gradients
 
@@ -327,6 +327,26 @@ class TestGradients:
 
 
 class TestOptimizer:
+    def test_a_state_in_another_order_in_memory(self):
+        """Checkpoints of earlier versions have that of wide dense weights by columns."""
+
+        def descend(change):
+            torch.manual_seed(0)
+            layer = nn.Linear(5, 7)
+            optimizer = make_optimizer(TrainConfig().resolve(), layer, torch.device("cpu"))
+            for step in range(4):
+                if step == 2:
+                    saved = optimizer.state_dict()
+                    for state in saved["state"].values():
+                        state.update({name: change(state[name]) for name in ("exp_avg", "exp_avg_sq")})
+                    restore_optimizer(optimizer, saved)
+                optimizer.zero_grad()
+                layer(torch.randn(3, 5)).square().sum().backward()
+                optimizer.step()
+            return layer.weight
+
+        assert torch.equal(descend(lambda t: t.t().contiguous().t()), descend(lambda t: t))
+
     @pytest.mark.parametrize("name", ["SGD", "adam", "RMSprop", "NAdam", "Adagrad", "RAdam", "Adafactor"])
     def test_any_of_torch_optim(self, name):
         config = TrainConfig(optimizer=name).resolve()

@@ -17,9 +17,10 @@ import torch  # its OpenMP runtime must be loaded before the kernels
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
 from pcdeq.errors import UsageError
 
@@ -63,8 +64,8 @@ def engine() -> str:
 class Form(NamedTuple):
     """z = s(Wz + offset), or u = slope * (W'u + offset), in the form that the kernels know."""
 
-    kind: str  # "dense": weight (n, n) on offset (samples, n); "conv": weight (c, c, *kernel), offset (samples, c, *space)
-    weight: Tensor
+    kind: str  # "dense" on (samples, n), or "conv" on (samples, c, *space)
+    weight: Tensor  # (n, n), or (c, c, *kernel)
     transposed: bool  # multiply with the adjoint
     activation: str  # a name; "linear" for the adjoint equation, which has a slope
     offset: Tensor  # x >= 0, or the incoming gradient
@@ -157,7 +158,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor | None:
-    """Batch norm of channels-last images; in training by their own statistics, of which the running ones take a part."""
+    """Batch norm of channels-last images by their statistics, of which the running ones take a part; or by these."""
     if weight is None or bias is None or mean is None or variance is None:
         return None
     if not _takes(x, weight, bias, mean, variance) or not x.shape[1:2] == mean.shape == variance.shape:
@@ -238,24 +239,22 @@ class Declared(torch.autograd.Function):
         saved = []
         for given, (shape, dtype, device) in zip(ctx.saved_tensors, ctx.kinds, strict=True):
             if given.shape != shape:
-                raise UsageError(
-                    f"a hook for saved tensors gave back a tensor of shape {tuple(given.shape)} for one of {tuple(shape)}; "
-                    "it must give back what it was given"
-                )
+                shapes = f"{tuple(given.shape)} for one of {tuple(shape)}"
+                raise UsageError(f"a hook for saved tensors gave back a tensor of shape {shapes}; it must keep it")
             saved.append(given.to(device, dtype))
         return None, *ctx.kernel.backward(grad, *saved)
 
 
 def _takes(*tensors: Tensor) -> bool:
     """Whether there are kernels, nobody needs to see what torch does, and these are numbers that C can read."""
-    watched = _KERNELS is None or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    watched = _KERNELS is None or torch.compiler.is_compiling() or is_tracing()
     if watched or _get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
         return False
     return all(map(_is_plain, tensors))
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether x is float32 in the memory of this process: no subclass, which may hold its numbers elsewhere, nor lazy."""
+    """Whether x is float32 in the memory of this process; a subclass may hold its numbers elsewhere."""
     kind = type(x)
     if not (kind is Tensor or kind is Parameter) or x.dtype is not torch.float32 or not x.is_cpu or x.is_nested:
         return False

@@ -16,7 +16,6 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from pcdeq.errors import UsageError
 from pcdeq.implicit import no_autocast
 from pcdeq.layers import PcDEQ
-from pcdeq.models.batch_norm import lay_out
 from pcdeq.solvers import SolveStats, report
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
@@ -42,9 +41,7 @@ def freeze(model: nn.Sequential) -> nn.Sequential:
     layers = [(name, copy.deepcopy(layer).eval()) for name, layer in model.named_children()]
     layers = _fold_forward(_fold_back(layers))
     frozen = [(name, FrozenPcDEQ(layer) if isinstance(layer, PcDEQ) else layer) for name, layer in layers]
-    network = _Frozen(OrderedDict(frozen)).requires_grad_(False).eval()
-    lay_out(network)
-    return network
+    return _Frozen(OrderedDict(frozen)).requires_grad_(False).eval()
 
 
 Layers = list[tuple[str, nn.Module]]

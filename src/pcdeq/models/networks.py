@@ -22,7 +22,7 @@ from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import AnySolver, Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
-from pcdeq.models.batch_norm import BatchNorm2d, MaxPool3x3
+from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import SolvingLayer
 
@@ -141,7 +141,7 @@ class Network(nn.Sequential):
             f"lift{number}": lift,
             f"lift{number}_norm": BatchNorm2d(lift.out_channels),
             f"deq{number}": cls.conv(lift.out_channels, **options),
-            f"pool{number}": MaxPool3x3(),
+            f"pool{number}": nn.MaxPool2d(3, stride=1, padding=1),
             f"deq{number}_norm": BatchNorm2d(lift.out_channels),
         }
 

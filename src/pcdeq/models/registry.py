@@ -6,7 +6,8 @@ import difflib
 from typing import Unpack
 
 from pcdeq.errors import UsageError
-from pcdeq.models.baselines.deq import DEQL, DEQMC, DEQSC, ExplicitL, ExplicitMC, ExplicitSC
+from pcdeq.models.baselines.deq import DEQL, DEQMC, DEQSC
+from pcdeq.models.baselines.explicit import ExplicitL, ExplicitMC, ExplicitSC
 from pcdeq.models.baselines.mondeq import MonDEQL, MonDEQMT, MonDEQSC
 from pcdeq.models.baselines.node import ANODE, NODE
 from pcdeq.models.networks import MC, SC, L, LayerOptions, Network

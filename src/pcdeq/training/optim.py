@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from pcdeq.errors import UsageError
 from pcdeq.recipes import ResolvedConfig
-from pcdeq.training.adamw import AdamW, in_order_of
 
 WARM_UP = 0.2  # part of a one-cycle run in which the rate rises
 START = 1 / 25  # of the peak rate, where it begins
@@ -50,10 +49,16 @@ def make_optimizer(config: ResolvedConfig, model: nn.Module, device: torch.devic
         raise UsageError(f"{kind.__name__} does not take these parameters or options: {error}") from error
 
 
-def lay_out_state(optimizer: Optimizer) -> None:
-    """Bring what an optimiser remembers of its parameters into their order in memory: a checkpoint may have another."""
+def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Give an optimiser its saved state, in memory in the order of its parameters.
+
+    A checkpoint may have another order, and torch's fused steps on a CPU go through memory without looking.
+    """
+    optimizer.load_state_dict(saved)
     for parameter, state in optimizer.state.items():
-        state.update({k: in_order_of(parameter, v) for k, v in state.items() if isinstance(v, Tensor)})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _find_optimizer(name: str) -> type[Optimizer]:
@@ -68,8 +73,7 @@ def _find_optimizer(name: str) -> type[Optimizer]:
         raise UsageError(
             f"unknown optimizer {name!r}; {hint} ({', '.join(sorted(k.__name__ for k in known.values()))})"
         )
-    kind = known[name.lower()]
-    return AdamW if kind is torch.optim.AdamW else kind
+    return known[name.lower()]
 
 
 def learning_rate(config: ResolvedConfig, epochs_done: float) -> float:

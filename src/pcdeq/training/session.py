@@ -17,13 +17,12 @@ from torch.optim import Optimizer
 from pcdeq.data import Batches, Split, dataset_names, load_dataset, split_validation
 from pcdeq.errors import DataError, UsageError
 from pcdeq.models import Network, Preprocessing
-from pcdeq.models.batch_norm import lay_out
 from pcdeq.operators import project_
 from pcdeq.recipes import ResolvedConfig, TrainConfig
 from pcdeq.training.evaluation import EVALUATION_BATCH, ordered_batches, pick_device
 from pcdeq.training.loading import make_network
 from pcdeq.training.objective import WorstCase
-from pcdeq.training.optim import lay_out_state, make_optimizer
+from pcdeq.training.optim import make_optimizer, restore_optimizer
 from pcdeq.training.run import Checkpoint, Run
 
 
@@ -68,8 +67,7 @@ class Session:
         """Go back to a saved state."""
         try:
             self.network.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(checkpoint.optimizer)
-            lay_out_state(self.optimizer)
+            restore_optimizer(self.optimizer, checkpoint.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             raise DataError(f"the checkpoint does not fit the run's configuration: {error}") from error
         if self.accelerator.scaler is not None and checkpoint.scaler is not None:
@@ -120,8 +118,6 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
     _check_batch_size(resolved, accelerator.num_processes, len(train))
     seed_everything(config.seed, epoch=0)
     network = make_network(resolved, dataset.image_shape, preprocessing)
-    if accelerator.device.type == "cpu":
-        lay_out(network)
     model = accelerator.prepare(network if resolved.robust_radius is None else WorstCase(network))
     return Session(
         config=resolved,

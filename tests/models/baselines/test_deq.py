@@ -8,7 +8,8 @@ from torch import nn
 
 from pcdeq.errors import ConvergenceWarning, UsageError
 from pcdeq.models import build
-from pcdeq.models.baselines.deq import ACTIVATIONS, DEQ, DEQConv2d, DEQLinear, Explicit, ExplicitConv2d, ExplicitLinear
+from pcdeq.models.baselines.deq import ACTIVATIONS, DEQ, DEQConv2d, DEQLinear
+from pcdeq.models.baselines.explicit import Explicit, ExplicitConv2d, ExplicitLinear
 from pcdeq.solvers import Anderson, Picard
 
 EXACT = Anderson(tol=1e-12, max_steps=2000)

@@ -1,10 +1,8 @@
-"""Equilibrium layers without constraints (Bai, Kolter & Koltun 2019), and the explicit layers of the same shape.
+"""Equilibrium layers without constraints (Bai, Kolter & Koltun 2019).
 
 z = s(Wz + x) with the weight free in sign, under weight normalisation. Nothing is promised: there may be no
 equilibrium, many, or one that the solver does not reach. Where it fails, the layer says so in its statistics,
 takes the last value that it has, and its gradient falls back to that of one step (Fung et al. 2022).
-
-The explicit layer takes one step from where the solve would start, s(W s(x) + x), with the same parameters.
 """
 
 from __future__ import annotations
@@ -67,7 +65,8 @@ def bind(weight: Tensor) -> LinearMap:
     return DenseMap(weight) if weight.ndim == 2 else ConvMap(weight)
 
 
-def _activation(name: str) -> FreeActivation:
+def free_activation(name: str) -> FreeActivation:
+    """The activation of that name."""
     if name not in ACTIVATIONS:
         raise UsageError(f"unknown activation {name!r} of a free layer; known: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -96,7 +95,7 @@ class DEQ(SolvingLayer):
         super().__init__(solver, adjoint_solver)
         self.weight = FreeWeight(*shape)
         self.name = activation
-        self.activation = _activation(activation)
+        self.activation = free_activation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         with no_autocast(x.device.type):
@@ -133,35 +132,6 @@ class DEQ(SolvingLayer):
         return f"activation={self.name}, solver={self.solver}"
 
 
-class Explicit(nn.Module):
-    """One step of a `DEQ` instead of its equilibrium, s(W s(x) + x).
-
-    >>> Explicit(4, 4, activation="relu6")(torch.randn(3, 4)).shape
-    torch.Size([3, 4])
-    """
-
-    def __init__(
-        self,
-        *shape: int,
-        activation: str = "tanh",
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-    ) -> None:
-        if solver is not None or adjoint_solver is not None:
-            raise UsageError("an explicit layer solves nothing: leave the solver at its default")
-        super().__init__()
-        self.weight = FreeWeight(*shape)
-        self.name = activation
-        self.activation = _activation(activation)
-
-    def forward(self, x: Tensor) -> Tensor:
-        s = self.activation.value
-        return s(bind(self.weight()).apply(s(x)) + x)
-
-    def extra_repr(self) -> str:
-        return f"activation={self.name}"
-
-
 class DEQLinear(DEQ):
     """A dense `DEQ` on the last dimension."""
 
@@ -171,20 +141,6 @@ class DEQLinear(DEQ):
 
 class DEQConv2d(DEQ):
     """A `DEQ` of 3x3 convolutions."""
-
-    def __init__(self, channels: int, **options) -> None:
-        super().__init__(channels, channels, 3, 3, **options)
-
-
-class ExplicitLinear(Explicit):
-    """A dense `Explicit` layer on the last dimension."""
-
-    def __init__(self, features: int, **options) -> None:
-        super().__init__(features, features, **options)
-
-
-class ExplicitConv2d(Explicit):
-    """An `Explicit` layer of 3x3 convolutions."""
 
     def __init__(self, channels: int, **options) -> None:
         super().__init__(channels, channels, 3, 3, **options)
@@ -206,21 +162,3 @@ class DEQMC(MC):
     """The MC network with free weights."""
 
     conv = DEQConv2d
-
-
-class ExplicitL(L):
-    """The L network with one step in place of its equilibrium."""
-
-    dense = ExplicitLinear
-
-
-class ExplicitSC(SC):
-    """The SC network with one step in place of its equilibrium."""
-
-    conv = ExplicitConv2d
-
-
-class ExplicitMC(MC):
-    """The MC network with one step in place of each equilibrium."""
-
-    conv = ExplicitConv2d

@@ -1,0 +1,75 @@
+"""The explicit layers of the same shape as those of deq.py.
+
+One step from where the solve would start, s(W s(x) + x), with the same parameters.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pcdeq.errors import UsageError
+from pcdeq.models.baselines.deq import FreeWeight, bind, free_activation
+from pcdeq.models.networks import MC, SC, L
+from pcdeq.solvers import Solver
+
+
+class Explicit(nn.Module):
+    """One step of a `DEQ` instead of its equilibrium, s(W s(x) + x).
+
+    >>> import torch
+    >>> Explicit(4, 4, activation="relu6")(torch.randn(3, 4)).shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(
+        self,
+        *shape: int,
+        activation: str = "tanh",
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> None:
+        if solver is not None or adjoint_solver is not None:
+            raise UsageError("an explicit layer solves nothing: leave the solver at its default")
+        super().__init__()
+        self.weight = FreeWeight(*shape)
+        self.name = activation
+        self.activation = free_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self.activation.value
+        return s(bind(self.weight()).apply(s(x)) + x)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.name}"
+
+
+class ExplicitLinear(Explicit):
+    """A dense `Explicit` layer on the last dimension."""
+
+    def __init__(self, features: int, **options) -> None:
+        super().__init__(features, features, **options)
+
+
+class ExplicitConv2d(Explicit):
+    """An `Explicit` layer of 3x3 convolutions."""
+
+    def __init__(self, channels: int, **options) -> None:
+        super().__init__(channels, channels, 3, 3, **options)
+
+
+class ExplicitL(L):
+    """The L network with one step in place of its equilibrium."""
+
+    dense = ExplicitLinear
+
+
+class ExplicitSC(SC):
+    """The SC network with one step in place of its equilibrium."""
+
+    conv = ExplicitConv2d
+
+
+class ExplicitMC(MC):
+    """The MC network with one step in place of each equilibrium."""
+
+    conv = ExplicitConv2d

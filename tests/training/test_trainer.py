@@ -137,15 +137,14 @@ class TestResume:
         "settings", [{}, {"optimizer": "adam"}, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}]
     )
     def test_a_checkpoint_in_another_layout(self, tiny, tmp_path, settings):
-        """As written before wide weights were laid out by columns: what an optimiser remembers must not be mixed up."""
+        """As written by a version that laid wide weights out by columns: what an optimiser remembers is not mixed up."""
         config = replace(tiny, channels=(48,), **settings)
         whole = train(config, progress="none")
         half = train(replace(config, epochs=2, out=tmp_path / "half"), progress="none")
         checkpoint = half.load()
-        turned = [value for state in checkpoint.optimizer["state"].values() for value in state.values()]
-        assert any(not value.is_contiguous() for value in turned)
         for state in checkpoint.optimizer["state"].values():
-            state.update({name: value.contiguous() for name, value in state.items()})
+            turned = {name: value.t().contiguous().t() for name, value in state.items() if value.ndim == 2}
+            state.update(turned)
         half.save("last", checkpoint)
         assert_same_state(whole, resume(half.path, epochs=4, progress="none"))
 

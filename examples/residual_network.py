@@ -8,7 +8,7 @@ Nothing about the rest of the network changes: batch norms, strides, the loss, t
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import pcdeq
@@ -17,28 +17,21 @@ from pcdeq.data import load_dataset
 EPOCHS, BATCH = 2, 50
 
 
-class EquilibriumBlock(nn.Module):
+def equilibrium_block(channels: int, activation: str = "tanh") -> pcdeq.Residual:
     """x + mix(z*), where z* = s(W z* + inject(norm(x))).
 
     Equilibria are nonnegative; the 1x1 convolution gives the branch its signs back before it is added.
     """
-
-    def __init__(self, channels: int, activation: str = "tanh") -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(channels)
-        self.deq = pcdeq.PcDEQConv2d(channels, activation)
-        self.mix = nn.Conv2d(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, channels, height, width)
-        return x + self.mix(self.deq(self.norm(x)))
+    norm, mix = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 1)
+    return pcdeq.Residual(norm, pcdeq.PcDEQConv2d(channels, activation), mix)
 
 
 def network(width: int = 8) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(1, width, 3, stride=2, padding=1),
-        EquilibriumBlock(width),
+        equilibrium_block(width),
         nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
-        EquilibriumBlock(2 * width),
+        equilibrium_block(2 * width),
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(2 * width * 3 * 3, 10),
@@ -71,6 +64,8 @@ def main() -> None:
             )
     report = pcdeq.check(model, data.test.images[:64].float() / 255)
     print("guarantees hold:", report.holds)
+    certificate = pcdeq.certify(model.eval(), data.test.images[:64].float() / 255)
+    print(f"classes proved: {int(certificate.proved.sum())} of {len(certificate.proved)}")
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pcdeq.proofs.check import check
     from pcdeq.proofs.order import Enclosure
     from pcdeq.recipes import TrainConfig
+    from pcdeq.residual import Residual
     from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
     from pcdeq.training import load, train
 
@@ -34,6 +35,7 @@ _HOMES = {
     "pcdeq.models": ("build", "freeze", "load_reference"),
     "pcdeq.operators": ("LinearMap", "Operator", "project_"),
     "pcdeq.recipes": ("TrainConfig",),
+    "pcdeq.residual": ("Residual",),
     "pcdeq.solvers": ("Anderson", "Newton", "Outcome", "Picard", "Solution"),
     "pcdeq.training": ("load", "train"),
 }
@@ -55,6 +57,7 @@ __all__ = [
     "PcDEQLinear",
     "PcdeqError",
     "Picard",
+    "Residual",
     "Solution",
     "TrainConfig",
     "__version__",

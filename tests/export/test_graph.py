@@ -53,12 +53,12 @@ def test_both_forms_are_the_network(kind, channels):
 
 def test_the_exact_network_is_the_proved_one():
     # The reference that bounds are tested against lies in the box that is proved around the exact logits.
-    from pcdeq.proofs.intervals import Box, push
+    from pcdeq.proofs.intervals import Box
+    from pcdeq.proofs.network import recognise
+    from pcdeq.proofs.rules import enclose
 
     model, images = network(), torch.randint(256, (3, *SHAPE), dtype=torch.uint8)
-    box = Box.of(COLOUR(images).double())
-    for layer in model:
-        box = push(layer, box, 1e-10)
+    box = enclose(recognise(model), Box.of(COLOUR(images).double()), 1e-10)
     exact = exact_logits(model, images / 255)
     assert box.proved.all()
     assert (exact > box.lower - 1e-5).all() and (exact < box.upper + 1e-5).all()  # folding rounds to float32

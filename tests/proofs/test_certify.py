@@ -10,8 +10,9 @@ import pcdeq
 from pcdeq.errors import ConvergenceWarning, UsageError
 from pcdeq.models import build, equilibrium_layers
 from pcdeq.proofs import certify as certify_module
-from pcdeq.proofs import intervals
-from pcdeq.proofs.intervals import Box, push
+from pcdeq.proofs import kinds
+from pcdeq.proofs.intervals import Box
+from pcdeq.proofs.network import recognise
 
 ROWS = ["pcdeq-1-l-tanh", "pcdeq-1-sc-softsign", "pcdeq-1-mc-relu6", "pcdeq-2-mc-sigmoid"]
 
@@ -66,8 +67,8 @@ def test_every_box_on_the_way_holds_the_exact_value(row, dtype):
     model, images = network(row, 5), torch.rand(6, 1, 28, 28)
     box, exact, value = Box.of(images.to(dtype)), build_exact(model), images.double()
     with torch.no_grad():
-        for layer, exact_layer in zip(model, exact, strict=True):
-            box, value = push(layer, box, 1e-5), exact_layer(value)
+        for layer, exact_layer in zip(recognise(model), exact, strict=True):
+            box, value = layer.enclose(box, 1e-5), exact_layer(value)
             assert box.proved.all()
             # The referee's own rounding is about 1e-14 of what it sums up.
             slack = 1e-12 * (1 + value.abs())
@@ -99,7 +100,7 @@ def test_a_larger_radius_proves_less():
 
 def test_a_sabotaged_solver_proves_nothing_wrong(monkeypatch):
     model, images = network("pcdeq-1-l-tanh"), torch.rand(20, 1, 28, 28)
-    honest = intervals.solve_equation
+    honest = kinds.solve_equation
 
     def sabotage(equation, *rest):
         solution = honest(equation, *rest)
@@ -108,7 +109,7 @@ def test_a_sabotaged_solver_proves_nothing_wrong(monkeypatch):
         wrong[1::3] = 0
         return solution.with_value(wrong)
 
-    monkeypatch.setattr(intervals, "solve_equation", sabotage)
+    monkeypatch.setattr(kinds, "solve_equation", sabotage)
     certificate = pcdeq.certify(model, images)
     truth = exact_logits(model, images).argmax(1)
     assert torch.equal(truth[certificate.proved], certificate.classes[certificate.proved])

@@ -10,7 +10,10 @@ from torch.nn import functional as F
 import pcdeq
 from pcdeq.errors import UsageError
 from pcdeq.models import build, equilibrium_layers
-from pcdeq.proofs.worst_case import Bounds, propagate, worst_case_scores
+from pcdeq.proofs.intervals import Bounds
+from pcdeq.proofs.network import recognise
+from pcdeq.proofs.rules import bound
+from pcdeq.proofs.worst_case import worst_case_scores
 
 ROWS = [f"pcdeq-{kind}-{size}" for size in ("l", "sc", "mc") for kind in ("1", "2")]
 ACTIVATIONS = {"1": ("relu6", "tanh", "softsign"), "2": ("sigmoid",)}
@@ -50,9 +53,7 @@ def test_nothing_in_the_box_exceeds_the_bounds(name):
     model, (images, labels) = network(name).eval(), batch()
     radius = torch.tensor([0.02, 0.05]).double().view(2, 1, 1)  # per channel
     with torch.no_grad():
-        bounds = Bounds(images, images - radius, images + radius)
-        for layer in list(model)[:-1]:
-            bounds = propagate(layer, bounds)
+        bounds = bound(recognise(model)[:-1], Bounds(images, images - radius, images + radius))
         scores, worst = worst_case_scores(model, images, labels, radius)
         torch.testing.assert_close(scores, model(images))
         for seed in range(20):
@@ -82,7 +83,7 @@ def test_an_equilibrium_s_bounds_are_its_values_at_the_two_ends(activation):
     layer = pcdeq.PcDEQLinear(7, activation, solver=pcdeq.Anderson(tol=1e-12, max_steps=2000)).double()
     clean = torch.randn(5, 7).double()
     lower, upper = clean - torch.rand(5, 7), clean + torch.rand(5, 7)
-    bounds = propagate(layer, Bounds(clean, lower, upper))
+    bounds = bound(recognise(layer), Bounds(clean, lower, upper))
     for found, end in zip(bounds, (clean, lower, upper), strict=True):
         torch.testing.assert_close(found, layer.solve(end).value, rtol=1e-9, atol=1e-9)
 

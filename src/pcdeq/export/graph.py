@@ -7,88 +7,62 @@ number of steps, or a loop that stops each sample on its own residual.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from pcdeq import residual
+from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.injection import BETA
-from pcdeq.models import Network, freeze
-from pcdeq.models.frozen import FrozenPcDEQ
-from pcdeq.solvers.start import WarmStart
+from pcdeq.injection import inject
+from pcdeq.layers import PcDEQ
+from pcdeq.models import Network, freeze, pcdeq_layers
+from pcdeq.proofs.kinds import Unknown
+from pcdeq.proofs.network import all_layers, recognise
+from pcdeq.solvers import Picard, Problem, per_sample
 
 
 class Equilibrium(nn.Module):
-    """What both forms share: the injection, the first iterate and the map g(z) = s(Wz + x)."""
+    """What both forms share: the layer's equation, and where its iteration starts."""
 
     weight: Tensor
 
-    def __init__(self, frozen: FrozenPcDEQ) -> None:
+    def __init__(self, layer: PcDEQ) -> None:
         super().__init__()
-        layer = frozen.layer
         self.activation = layer.activation
         self.injection = layer.injection
         self.floor = layer.floor
         self._bind = layer.operator.bind
-        self.register_buffer("weight", frozen.weight.contiguous())
-        for name, buffer in _start_of(layer.warm).items():
-            self.register_buffer(name, buffer)
+        self.register_buffer("weight", layer.operator.effective_weight().detach().contiguous())
+        guess = None if layer.warm is None or not layer.warm.product.numel() else layer.warm.product
+        self.register_buffer("guess", None if guess is None else guess.nan_to_num(nan=0.0).clamp(min=0.0).contiguous())
 
-    def inject(self, x: Tensor) -> Tensor:
-        """The input of the equation, in [floor, inf)."""
-        if self.injection is not None:
-            return self.injection(x).relu() + self.floor  # a graph cannot refuse a negative number
-        return (softplus(x) if self.activation.kind == 1 else x.relu()) + self.floor
+    def equation(self, x: Tensor) -> Equation:
+        """The equation for this input."""
+        kind = self.activation.kind
+        if self.injection is not None:  # a graph cannot refuse a negative number
+            x, kind = self.injection(x), 2
+        return Equation(self._bind(self.weight), self.activation, inject(x, kind, self.floor))
 
-    def start(self, x: Tensor) -> Tensor:
+    def start(self, equation: Equation) -> Tensor:
         """s(x + a guess of Wz* that is >= 0): the first step, from wherever, so that T4 holds for it."""
-        product = self.get_buffer("product") if hasattr(self, "product") else None
-        if product is None or product.shape != x.shape[1:]:
-            return self.activation.value(x)
-        if hasattr(self, "response"):
-            residual = self.activation.value(x + product) - self.get_buffer("mean")
-            product = (product + residual @ self.get_buffer("response").T).relu()
-        return self.activation.value(x + product)
-
-    def step(self, z: Tensor, x: Tensor) -> Tensor:
-        """One plain step."""
-        return self.activation.value(self._bind(self.weight).apply(z) + x)
-
-
-def _start_of(warm: WarmStart | None) -> dict[str, Tensor]:
-    """The buffers of a warm start that can be used; buffers come from files, so nothing is taken for granted."""
-    if warm is None or not warm.product.numel() or not bool(warm.product.isfinite().all()):
-        return {}
-    buffers = {"product": warm.product.clamp(min=0.0).contiguous()}
-    if warm.response.numel() and bool(warm.response.isfinite().all() & warm.mean.isfinite().all()):
-        buffers |= {"mean": warm.mean.clone(), "response": warm.response.clone()}
-    return buffers
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(5x)) / 5 to the last digits of a small result too.
-
-    A runtime's own softplus may give exactly 0 below -3, and pcDEQ-1 lives on the relative size of its input. The
-    quotient is the classical way to have log1p from log: the rounding of 1 + e cancels.
-    """
-    e = torch.exp(-BETA * x.abs())
-    sum_ = 1 + e
-    return x.relu() + torch.where(sum_ == 1, e, torch.log(sum_) * e / (sum_ - 1)) / BETA
+        guess = self.get_buffer("guess") if self.guess is not None else None
+        return equation.start(guess if guess is not None and guess.shape == equation.x.shape[1:] else None)
 
 
 class FixedSteps(Equilibrium):
     """So many plain steps, of which the start is the first."""
 
-    def __init__(self, frozen: FrozenPcDEQ, steps: int) -> None:
-        super().__init__(frozen)
+    def __init__(self, layer: PcDEQ, steps: int) -> None:
+        super().__init__(layer)
         self.steps = steps
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inject(x)
-        z = self.start(x)
+        equation = self.equation(x)
+        z = self.start(equation)
         for _ in range(self.steps - 1):
-            z = self.step(z, x)
+            z = equation(z)
         return z
 
 
@@ -101,29 +75,30 @@ class Loop(Equilibrium):
 
     last_steps: int
 
-    def __init__(self, frozen: FrozenPcDEQ, tol: float, max_steps: int) -> None:
-        super().__init__(frozen)
+    def __init__(self, layer: PcDEQ, tol: float, max_steps: int) -> None:
+        super().__init__(layer)
         self.tol = tol
         self.max_steps = max_steps
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The equilibrium, and for which samples the rule was met."""
-        x = self.inject(x)
-        z = self.start(x)
-        state_dims = tuple(range(1, x.ndim))
+        equation = self.equation(x)
+        z = self.start(equation)
+        problem = Problem(equation, z)
+
+        def largest(z: Tensor) -> Tensor:
+            return z.abs().amax(tuple(range(1, z.ndim)))
 
         def goes_on(count: Tensor, z: Tensor, residual: Tensor) -> Tensor:
             return (count < self.max_steps) & (residual >= self.tol).any()  # a NaN stops its sample
 
         def advance(count: Tensor, z: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            new = self.step(z, x)
-            active = residual >= self.tol
-            relative = (new - z).abs().amax(state_dims) / new.abs().amax(state_dims)
-            held = active.reshape(-1, *[1] * len(state_dims))
-            return count + 1, torch.where(held, new, z), torch.where(active, relative, residual)
+            state = Picard().step(problem, None, z, largest)
+            active, relative = residual >= self.tol, state.length / largest(state.value)
+            value = torch.where(per_sample(active, z), state.value, z)
+            return count + 1, value, torch.where(active, relative, residual)
 
-        residual = torch.full_like(z.flatten(1)[:, 0], torch.inf)
-        state = (torch.ones((), dtype=torch.int64), z, residual)
+        state = (torch.ones((), dtype=torch.int64), z, torch.full_like(z.flatten(1)[:, 0], torch.inf))
         if torch.compiler.is_exporting():
             _, z, residual = torch.while_loop(goes_on, advance, state)
         else:
@@ -135,13 +110,20 @@ class Loop(Equilibrium):
 
 
 class Graph(nn.Module):
-    """A network from pixels in [0, 1] to logits; with loops also ``converged``, one truth value per sample."""
+    """A network from pixels in [0, 1] to logits; with loops also ``converged``, one truth value per sample.
 
-    def __init__(self, model: Network, equilibria: Iterator[Equilibrium]) -> None:
+    ``known`` are the layers of the frozen network that it was made from, for whoever wants to prove something.
+    """
+
+    def __init__(self, model: Network, equilibrium: Callable[[PcDEQ], Equilibrium]) -> None:
         super().__init__()
-        layers = ((name, layer) for name, layer in freeze(model).named_children())
-        plain = {name: next(equilibria) if isinstance(layer, FrozenPcDEQ) else _plain(layer) for name, layer in layers}
-        self.layers = nn.ModuleDict(plain)
+        self.known = recognise(freeze(model), leave_unknown=True)
+        for layer in all_layers(self.known):
+            if isinstance(layer, Unknown) and pcdeq_layers(layer.module):
+                layer.refuse(layer.reason)
+        self.layers = nn.ModuleList(layer.export(equilibrium) for layer in self.known)
+        if not self.equilibria:
+            raise UsageError("only pcDEQ networks can be exported, and this one has no pcDEQ layer")
         self.image_shape = model.image_shape
         given = model.preprocessing
         self.normalises = given is not None and (any(given.mean) or set(given.std) != {1.0})
@@ -153,44 +135,40 @@ class Graph(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = (pixels - self.get_buffer("mean")) / self.get_buffer("std") if self.normalises else pixels
-        converged: Tensor | None = None
-        for layer in self.layers.values():
-            if isinstance(layer, Loop):
-                x, done = layer(x)
-                converged = done if converged is None else converged & done
-            else:
-                x = layer(x)
+        x, converged = _run(self.layers, x)
         return x if converged is None else (x, converged)
 
     @property
     def equilibria(self) -> list[Equilibrium]:
         """Its equilibrium layers, in order."""
-        return [layer for layer in self.layers.values() if isinstance(layer, Equilibrium)]
+        return [layer for layer in self.layers.modules() if isinstance(layer, Equilibrium)]
+
+
+def _run(layers: Iterable[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the layers make of x, and where there are loops, for which samples all have converged."""
+    converged: Tensor | None = None
+    for layer in layers:
+        done: Tensor | None = None
+        if isinstance(layer, residual.Residual):
+            branch, done = _run(layer, x)
+            x = residual.add(x, branch)
+        elif isinstance(layer, Loop):
+            x, done = layer(x)
+        else:
+            x = layer(x)
+        if done is not None:
+            converged = done if converged is None else converged & done
+    return x, converged
 
 
 def fixed_graph(model: Network, steps: tuple[int, ...]) -> Graph:
     """The network with so many steps in each equilibrium layer."""
-    return Graph(model, (FixedSteps(*pair) for pair in zip(_frozen(model), steps, strict=True)))
+    remaining = iter(steps)
+    graph = Graph(model, lambda layer: FixedSteps(layer, next(remaining)))
+    assert len(graph.equilibria) == len(steps)
+    return graph
 
 
 def loop_graph(model: Network, tol: float, max_steps: int) -> Graph:
     """The network that stops by its residuals."""
-    return Graph(model, (Loop(layer, tol, max_steps) for layer in _frozen(model)))
-
-
-def _frozen(model: Network) -> list[FrozenPcDEQ]:
-    layers = [layer for layer in freeze(model) if isinstance(layer, FrozenPcDEQ)]
-    if not layers:
-        raise UsageError("only pcDEQ networks can be exported, and this one has no pcDEQ layer")
-    return layers
-
-
-def _plain(layer: nn.Module) -> nn.Module:
-    """A layer without kernels of ours, which exporters cannot look into."""
-    if isinstance(layer, nn.MaxPool2d):
-        return nn.MaxPool2d(layer.kernel_size, layer.stride, layer.padding, layer.dilation, ceil_mode=layer.ceil_mode)
-    if isinstance(layer, nn.BatchNorm2d):
-        norm = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine)
-        norm.load_state_dict(layer.state_dict())
-        return norm
-    return layer
+    return Graph(model, lambda layer: Loop(layer, tol, max_steps))

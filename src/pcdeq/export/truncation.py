@@ -16,24 +16,23 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from pcdeq.errors import PcdeqError
 from pcdeq.export.graph import Equilibrium, FixedSteps, Graph, Loop, fixed_graph, loop_graph
-from pcdeq.models import Network, freeze
-from pcdeq.models.frozen import FrozenPcDEQ
+from pcdeq.models import Network, freeze, pcdeq_layers
+from pcdeq.proofs.kinds import Unknown
+from pcdeq.proofs.network import all_layers
 from pcdeq.proofs.rates import a_priori_rate
+from pcdeq.proofs.rules import ROUNDING, enlarge
 from pcdeq.solvers import Anderson
 
 # With a slower rate than this, T4 asks for more steps than anybody wants.
 SLOWEST_RATE = 0.98
 DEEPEST = 400
-# Everything is summed in float64, without cancellation, over fewer than 1e6 terms.
-ROUNDING = 1 + 1e-9
 EXACT = Anderson(tol=1e-9, max_steps=5000)
 BATCH = 250
 
@@ -71,75 +70,36 @@ class Contraction:
         """How far z* moves with its input."""
         return input_error * self.sensitivity / (1 - self.factor)
 
+    def error(self, own: float, input_error: Tensor) -> Tensor:
+        """That of an equilibrium which is so far off itself, and whose input is wrong."""
+        distance = own + self.moved(float(input_error.max()))
+        return torch.full_like(input_error, -self.supremum * math.expm1(-distance))
+
 
 def contractions(graph: Graph) -> list[Contraction] | None:
-    """Those of all equilibrium layers; None if one has none, or takes its input by an injection that is not ours."""
+    """Those of all equilibrium layers.
+
+    None if one has none, or takes its input by an injection that is not ours, or if a layer is not known.
+    """
     found = [Contraction.of(layer) for layer in graph.equilibria]
     known = all(layer.injection is None for layer in graph.equilibria[1:])
+    known = known and not any(isinstance(layer, Unknown) for layer in all_layers(graph.known))
     return [item for item in found if item is not None] if known and None not in found else None
 
 
 def proved_error(graph: Graph, rates: list[Contraction]) -> float:
     """A bound on the error of every logit, for every input, in exact arithmetic."""
-    remaining = iter(rates)
+    pairs = zip(graph.equilibria, rates, strict=True)
+    truncated = (partial(rate.error, _own_distance(layer, rate)) for layer, rate in pairs)
     error = torch.zeros(1, *graph.image_shape, dtype=torch.float64)
-    for layer in graph.layers.values():
-        if isinstance(layer, Equilibrium):
-            rate = next(remaining)
-            own = rate.after(layer.steps) if isinstance(layer, FixedSteps) else rate.at(_tol(layer))
-            distance = own + rate.moved(float(error.max()))
-            error = torch.full_like(error, -rate.supremum * math.expm1(-distance))
-        else:
-            error = enlarge(layer, error)
-        error = error * ROUNDING
-    return float(error.max())
+    return float(enlarge(graph.known, error, truncated).max())
 
 
-def _tol(layer: Equilibrium) -> float:
+def _own_distance(layer: Equilibrium, rate: Contraction) -> float:
+    if isinstance(layer, FixedSteps):
+        return rate.after(layer.steps)
     assert isinstance(layer, Loop)
-    return layer.tol
-
-
-@singledispatch
-def enlarge(layer: nn.Module, error: Tensor) -> Tensor:
-    """A bound on the error of a layer's output, from one on its input's, component by component."""
-    raise PcdeqError(f"no bound is known for a {type(layer).__name__}")
-
-
-@enlarge.register(nn.Identity)
-@enlarge.register(nn.ReLU)
-@enlarge.register(nn.Dropout)
-def _unchanged(layer: nn.Module, error: Tensor) -> Tensor:
-    return error
-
-
-@enlarge.register(nn.Flatten)
-@enlarge.register(nn.MaxPool2d)
-@enlarge.register(nn.AvgPool2d)
-def _same_rule(layer: nn.Module, error: Tensor) -> Tensor:
-    return layer(error)
-
-
-@enlarge.register
-def _linear(layer: nn.Linear, error: Tensor) -> Tensor:
-    return F.linear(error, layer.weight.abs().double())
-
-
-@enlarge.register
-def _convolution(layer: nn.Conv2d, error: Tensor) -> Tensor:
-    if layer.padding_mode != "zeros":
-        raise PcdeqError(f"no bound is known for a convolution padded by {layer.padding_mode!r}")
-    weight = layer.weight.abs().double()
-    return F.conv2d(error, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
-
-
-@enlarge.register(nn.BatchNorm1d)
-@enlarge.register(nn.BatchNorm2d)
-def _batch_norm(layer: nn.BatchNorm1d | nn.BatchNorm2d, error: Tensor) -> Tensor:
-    assert layer.running_var is not None
-    scale = torch.rsqrt(layer.running_var.double() + layer.eps)
-    scale = scale if layer.weight is None else scale * layer.weight.abs().double()
-    return error * scale.reshape(-1, *[1] * (error.ndim - 2))
+    return rate.at(layer.tol)
 
 
 def proved_depth(model: Network, rates: list[Contraction], wanted: float) -> Graph | None:
@@ -184,9 +144,8 @@ def measured_depth(model: Network, pixels: Tensor, wanted: float) -> tuple[Graph
 def exact_logits(model: Network, pixels: Tensor) -> Tensor:
     """What the network says when its equilibria are solved in float64, as far as that goes."""
     network = copy.deepcopy(freeze(model)).double()
-    for layer in network:
-        if isinstance(layer, FrozenPcDEQ):
-            layer.layer.solver = EXACT
+    for layer in pcdeq_layers(network):
+        layer.solver = EXACT
     inputs = pixels.double() if model.preprocessing is None else model.preprocessing.normalise(pixels.double())
     return torch.cat([network(batch) for batch in inputs.split(BATCH)])
 

@@ -23,6 +23,7 @@ from pcdeq.errors import UsageError
 from pcdeq.implicit import AnySolver, Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models.batch_norm import BatchNorm2d
+from pcdeq.proofs.network import know_container
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import SolvingLayer
 
@@ -193,6 +194,10 @@ class Network(nn.Sequential):
         from pcdeq.models import pretrained
 
         return pretrained.push_to_hub(self, repository, private=private, token=token)
+
+
+# A subclass says what it consists of; its forward pass is that of its layers, in line, after a check of the shape.
+know_container(Network, may_override=("layers", "check_channels", "_stage", "save_pretrained", "push_to_hub"))
 
 
 def equilibrium_layers(model: nn.Module) -> list[SolvingLayer]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pcdeq.errors import UsageError
-from pcdeq.proofs.intervals import Box, push
+from pcdeq.proofs.intervals import Box, Limits
+from pcdeq.proofs.kinds import Linear
+from pcdeq.proofs.network import require_features, split_classifier
 from pcdeq.proofs.order import Enclosure, full_precision
+from pcdeq.proofs.rules import Layer, enclose
 
 # float32 decides most images; for the rest bounds are computed in float64, at last around a tighter solve.
 ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))
@@ -65,13 +69,14 @@ def certify(
     images: Tensor,
     *,
     radius: float | Tensor = 0.0,
-    limits: tuple[Tensor, Tensor] | None = None,
+    limits: Limits | None = None,
 ) -> Certificate:
     """Prove which class the exact equilibrium network gives to each image.
 
     Args:
         model: a network in evaluation mode whose layers are known (the paper's networks, or any
-            `torch.nn.Sequential` of theirs), ending in a linear classifier.
+            `torch.nn.Sequential` of theirs and of `pcdeq.Residual`), ending in a linear classifier. What its layers
+            compute must be known exactly: an overridden forward or a hook is refused.
         images: its inputs, normalised as the network wants them.
         radius: prove the class for all inputs that differ from an image by at most this in each component; a
             number, or a tensor of one for each channel, (channels, 1, 1), such as ``preprocessing.scaled(0.1)``.
@@ -87,8 +92,7 @@ def certify(
     """
     if model.training:
         raise UsageError("certify wants a network in evaluation mode: call model.eval() first")
-    if not isinstance(model, nn.Sequential) or not len(model) or not isinstance(model[-1], nn.Linear):
-        raise UsageError("certify wants a torch.nn.Sequential that ends in a Linear classifier")
+    layers, classifier = split_classifier("certify", model)
     if not images.is_floating_point():
         raise UsageError(f"images are {images.dtype} pixels; the network takes model.preprocessing(images)")
     if limits is not None:
@@ -97,7 +101,9 @@ def certify(
     if not bool(((reach >= 0) & reach.isfinite()).all()):
         raise UsageError(f"radius must be a number >= 0, got {radius}")
     _try_out(model, images[:1])
-    return Certificate.join(_certify_batch(model, batch, reach, limits) for batch in images.split(BATCH) if len(batch))
+    with parametrize.cached():
+        batches = (batch for batch in images.split(BATCH) if len(batch))
+        return Certificate.join(_certify_batch(layers, classifier, batch, reach, limits) for batch in batches)
 
 
 def class_decided(rest: nn.Sequential, tol: float = 1e-4) -> Callable[[Enclosure], Tensor]:
@@ -112,15 +118,12 @@ def class_decided(rest: nn.Sequential, tol: float = 1e-4) -> Callable[[Enclosure
     >>> solution.converged.all().item(), model[4:](solution.value).argmax(1).equal(model(images).argmax(1))
     (True, True)
     """
-    *layers, classifier = rest
-    if not isinstance(classifier, nn.Linear):
-        raise UsageError("the layers must end in a Linear classifier")
+    layers, classifier = split_classifier("class_decided", rest)
 
+    @torch.no_grad()
     def decided(enclosure: Enclosure) -> Tensor:
         box = Box(enclosure.lower, enclosure.upper, enclosure.certified)
-        for layer in layers:
-            box = push(layer, box, tol)
-        return _margins(classifier, box)[1] > 0
+        return _margins(classifier, enclose(layers, box, tol))[1] > 0
 
     return decided
 
@@ -144,22 +147,21 @@ def robustness_curve(
     return shares
 
 
-Limits = tuple[Tensor, Tensor] | None
-
-
 def _try_out(model: nn.Module, images: Tensor) -> None:
     """Refuse images that the network cannot take."""
     if not len(images):
         return
     try:
-        model(images.to(next(model.parameters()).dtype))
+        model(images.to(next(model.parameters()).dtype, copy=True))  # it may work in place
     except RuntimeError as error:
         shape = tuple(images.shape[1:])
         reason = str(error).split("\n")[0]
         raise UsageError(f"the network does not take images of shape {shape}, {images.dtype}: {reason}") from error
 
 
-def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits) -> Certificate:
+def _certify_batch(
+    layers: Sequence[Layer], classifier: Linear, images: Tensor, radius: Tensor, limits: Limits | None
+) -> Certificate:
     classes = torch.zeros(len(images), dtype=torch.int64, device=images.device)
     margin = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=images.device)
     left = torch.arange(len(images), device=images.device)
@@ -167,7 +169,8 @@ def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor, limits:
         part = images[left].to(dtype)
         if part.ndim == 4 and dtype == torch.float32:  # the faster convolutions
             part = part.contiguous(memory_format=torch.channels_last)
-        classes[left], margin[left] = _attempt(model, part, radius, limits, tol)
+        box = enclose(layers, Box.of(part, radius, limits), tol)
+        classes[left], margin[left] = _margins(classifier, box)
         left = left[~(margin[left] > 0)]
         # Noise of a given radius is far beyond rounding: more digits would not help.
         if bool(radius.any()) or not len(left):
@@ -175,25 +178,16 @@ def _certify_batch(model: nn.Sequential, images: Tensor, radius: Tensor, limits:
     return Certificate(classes, margin > 0, margin)
 
 
-def _attempt(model: nn.Sequential, images: Tensor, radius: Tensor, limits: Limits, tol: float) -> tuple[Tensor, Tensor]:
-    box = Box.of(images, radius, limits)
-    for layer in list(model)[:-1]:
-        box = push(layer, box, tol)
-    classifier = model[-1]
-    assert isinstance(classifier, nn.Linear)
-    return _margins(classifier, box)
-
-
-def _margins(classifier: nn.Linear, box: Box) -> tuple[Tensor, Tensor]:
+def _margins(classifier: Linear, box: Box) -> tuple[Tensor, Tensor]:
     """The class of each sample and a lower bound of its lead, from the differences of scores.
 
     A difference of two rows of the classifier varies less over the box than the two scores apart. In float64,
     whose rounding is covered by a relative 1e-9 of all that is summed.
     """
-    wide = Box(box.lower.double(), box.upper.double(), box.proved)
-    centre, reach = wide.ball()
-    weight = classifier.weight.detach().double()
-    bias = weight.new_zeros(len(weight)) if classifier.bias is None else classifier.bias.detach()
+    require_features(classifier, box.lower)
+    centre, reach = Box(box.lower.double(), box.upper.double(), box.proved).ball()
+    weight = classifier.module.weight.double()
+    bias = weight.new_zeros(len(weight)) if classifier.module.bias is None else classifier.module.bias
     scores = centre @ weight.T + bias.double()
     classes = scores.argmax(1)
     lead = scores.gather(1, classes[:, None]) - scores

@@ -14,6 +14,7 @@ from pcdeq.activations import require_concave
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
 from pcdeq.operators import Conv, Dense
+from pcdeq.proofs.trusted import why_unknown_layer
 from pcdeq.solvers import Picard
 
 POWER_STEPS = 200
@@ -160,7 +161,7 @@ def _violation(layer: PcDEQ, x: Tensor | None) -> str | None:
             return f"the injected input goes down to {float(equation.x.min()):.3g}, below the floor {layer.floor:.3g}"
         if bool((equation.product(torch.rand_like(equation.x)) < 0).any()):
             return "the operator maps nonnegative numbers to negative ones"
-    return None
+    return why_unknown_layer(layer, PcDEQ)
 
 
 def _norm_and_radius(layer: PcDEQ, x: Tensor | None) -> tuple[float, float]:

@@ -1,0 +1,209 @@
+"""What every kind of layer must say for proofs to know it, and the two families that most kinds belong to.
+
+A kind says how exact boxes, differentiable bounds and errors go through its layers, and what becomes of them in frozen
+and exported networks. Most of that follows from one mathematical fact: that the layer is affine, or that each of its
+outputs is the largest of some of its inputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pcdeq.errors import UsageError
+from pcdeq.layers import PcDEQ
+from pcdeq.proofs import trusted
+from pcdeq.proofs.intervals import Bounds, Box, eps, outward
+
+# What each equilibrium of a truncated network makes of the error of its input, in the order of the forward pass.
+Truncated = Iterator[Callable[[Tensor], Tensor]]
+# Errors are summed in float64, without cancellation, over fewer than 1e6 terms.
+ROUNDING = 1 + 1e-9
+
+
+class PerChannel(NamedTuple):
+    """x * scale + shift for each channel, which is dimension 1; in float64, (channels,) each."""
+
+    scale: Tensor
+    shift: Tensor
+
+
+class Layer(ABC):
+    """One layer of a recognised network."""
+
+    varies = False  # whether it computes something else in training mode
+
+    def __init__(self, module: Any, path: str, plain: type[nn.Module], known: type[nn.Module]) -> None:
+        self.module = module
+        self.path = path  # its name in the network
+        self.plain = plain  # torch's class, which exporters can look into
+        self.known = known  # the class by which it was recognised: the same, or a faster one of ours
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """What in the options of a module is not known; None if they all are."""
+        return None
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Say which layer it is, and why."""
+        raise UsageError(f"{self.path} ({type(self.module).__name__}): {reason}")
+
+    @abstractmethod
+    def enclose(self, box: Box, tol: float) -> Box:
+        """The box of the exact outputs for the inputs in a box; ``tol`` is for equilibrium layers."""
+
+    @abstractmethod
+    def bound(self, bounds: Bounds) -> Bounds:
+        """The clean outputs and bounds of the outputs over a box, differentiable, in the mode the module is in."""
+
+    @abstractmethod
+    def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
+        """A bound on the error of the output, in float64, from one on the input's, component by component."""
+
+    def freeze(self) -> nn.Module:
+        """A copy whose parameters are constants."""
+        return constant(self.module, self.known)
+
+    def export(self, equilibrium: Callable[[PcDEQ], nn.Module]) -> nn.Module:
+        """A copy made of torch's own modules; ``equilibrium`` makes those in place of equilibrium layers."""
+        return constant(self.module, self.plain)
+
+    @property
+    def commutes(self) -> bool:
+        """Whether a map of single channels can as well be applied after it."""
+        return False
+
+    def rank(self, before: int | None) -> int | None:
+        """How many dimensions its output has, given those of the input; None where that is not known."""
+        return before
+
+    def per_channel(self) -> PerChannel | None:
+        """The map, if the layer is only one of single channels."""
+        return None
+
+    def followed_by(self, other: PerChannel, rank: int | None) -> Layer | None:
+        """A layer that does this and then the map, for outputs of so many dimensions; None if there is none."""
+        return None
+
+    def preceded_by(self, other: PerChannel, rank: int | None) -> Layer | None:
+        """A layer that does the map and then this, for inputs of so many dimensions; None if there is none."""
+        return None
+
+
+class Entry(NamedTuple):
+    """How a class of modules is known."""
+
+    kind: type[Layer]
+    plain: type[nn.Module]
+
+
+KINDS: dict[type[nn.Module], Entry] = {}
+
+
+def kind(*classes: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
+    """Register a kind for these classes of modules; one that lacks a rule is an error."""
+
+    def register(found: type[Layer]) -> type[Layer]:
+        missing = getattr(found, "__abstractmethods__", None)
+        if missing:
+            raise TypeError(f"{found.__name__} has no rule for {', '.join(sorted(missing))}")
+        for known in classes:
+            trusted.know(known)
+            KINDS[known] = Entry(found, known)
+        return found
+
+    return register
+
+
+def constant(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """A module of the class with the options of another one, and its tensors, as they evaluate now, as constants."""
+    clone: nn.Module = cls.__new__(cls)
+    nn.Module.__init__(clone)
+    options = {name: value for name, value in vars(module).items() if name not in vars(clone)}
+    for name, value in options.items():
+        vars(clone)[name] = value.detach().clone() if isinstance(value, Tensor) else value
+    parametrised: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+    for name in (*module._parameters, *parametrised):
+        value: Tensor | None = getattr(module, name)
+        fixed = None if value is None else nn.Parameter(value.detach().clone(), requires_grad=False)
+        clone.register_parameter(name, fixed)
+    for name, buffer in module._buffers.items():
+        clone.register_buffer(name, None if buffer is None else buffer.clone())
+    return clone.train(module.training)
+
+
+def enclose(layers: Sequence[Layer], box: Box, tol: float) -> Box:
+    """The box of the exact outputs of layers in line."""
+    for layer in layers:
+        box = layer.enclose(box, tol)
+    return box
+
+
+def bound(layers: Sequence[Layer], bounds: Bounds) -> Bounds:
+    """The clean outputs of layers in line, and their bounds."""
+    for layer in layers:
+        bounds = layer.bound(bounds)
+    return bounds
+
+
+def enlarge(layers: Sequence[Layer], error: Tensor, truncated: Truncated) -> Tensor:
+    """A bound on the error of the outputs of layers in line."""
+    for layer in layers:
+        error = layer.enlarge(error, truncated) * ROUNDING
+    return error
+
+
+class Largest(Layer):
+    """Each output is the largest of some of the inputs, perhaps with 0: monotone, without rounding, and no error grows.
+
+    |max a - max b| <= max |a - b|, so the rule for values is that for errors, too.
+    """
+
+    @abstractmethod
+    def value(self, x: Tensor) -> Tensor:
+        """The outputs."""
+
+    def enclose(self, box: Box, tol: float) -> Box:
+        return box.map(self.value)
+
+    def bound(self, bounds: Bounds) -> Bounds:
+        return Bounds(*self.value(torch.cat(bounds)).tensor_split(3))
+
+    def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
+        return self.value(error)
+
+
+class Affine(Layer):
+    """x -> Ax + b. A box goes by centre and radius, and errors by |A|."""
+
+    @abstractmethod
+    def value(self, x: Tensor) -> Tensor:
+        """Ax + b, in the dtype of x."""
+
+    @abstractmethod
+    def magnify(self, x: Tensor, bias: float = 0.0) -> Tensor:
+        """|A|x for x >= 0, and as much of |b|, or of the numbers that b was made from."""
+
+    @abstractmethod
+    def terms(self) -> int:
+        """At most so many numbers are summed up in one output."""
+
+    def enclose(self, box: Box, tol: float) -> Box:
+        """The rounding of both products is at most (terms + 4) eps |A| |centre|, and a little."""
+        centre, radius = box.ball()
+        rounding = (self.terms() + 4) * eps(centre)
+        reach = self.magnify(radius * (1 + rounding) + rounding * centre.abs(), rounding) * (1 + rounding)
+        middle = self.value(centre)
+        return outward(middle, middle, reach, box.proved)
+
+    def bound(self, bounds: Bounds) -> Bounds:
+        clean, centre = self.module(torch.cat((bounds.clean, bounds.centre))).tensor_split(2)
+        return Bounds.around(clean, centre, self.magnify(bounds.reach))
+
+    def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
+        return self.magnify(error)

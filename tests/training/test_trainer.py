@@ -137,7 +137,7 @@ class TestResume:
         "settings", [{}, {"optimizer": "adam"}, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}]
     )
     def test_a_checkpoint_in_another_layout(self, tiny, tmp_path, settings):
-        """As written by a version that laid wide weights out by columns: what an optimiser remembers is not mixed up."""
+        """As written by a version that laid wide weights out by columns: an optimiser's memory is not mixed up."""
         config = replace(tiny, channels=(48,), **settings)
         whole = train(config, progress="none")
         half = train(replace(config, epochs=2, out=tmp_path / "half"), progress="none")

@@ -239,3 +239,10 @@ def test_relu_is_answered_with_relu6():
 def test_a_plain_function_is_answered_with_how_to_wrap_it():
     with pytest.raises(UsageError, match=r"pcdeq\.Activation\("):
         as_activation(torch.tanh)
+
+
+def test_what_is_known_of_an_activation_does_not_depend_on_the_default_device():
+    with torch.device("meta"):  # where a model is made without its memory; an MPS device has no float64
+        own = pcdeq.Activation("own", lambda y: 1 - torch.exp2(-y), supremum=1.0)
+        assert (own.kind, own.loses_digits_at is None) == (1, False)
+        assert 0 < own.rate(0.5) < 1

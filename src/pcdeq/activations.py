@@ -87,7 +87,7 @@ class Activation:
     @cached_property
     def at_zero(self) -> float:
         """s(0)."""
-        return float(self.value(torch.zeros((), dtype=torch.float64)))
+        return float(self.value(torch.zeros((), dtype=torch.float64, device="cpu")))
 
     @cached_property
     def loses_digits_at(self) -> float | None:
@@ -154,7 +154,7 @@ class Activation:
 
 
 def _loses_digits_at(function: TensorMap) -> float | None:
-    y = torch.logspace(-12, 12, 4801, dtype=torch.float64).float()
+    y = torch.logspace(-12, 12, 4801, dtype=torch.float64, device="cpu").float()
     exact, limits = function(y.double()), torch.finfo(torch.float32)
     # What float32 is too small for is no lost digit.
     wrong = (function(y).double() - exact).abs() > ROUNDINGS * limits.eps * exact + limits.tiny
@@ -170,9 +170,11 @@ def _largest_elasticity(activation: Activation, floor: float) -> float:
 
     def around(centre: float, factor: float) -> Tensor:
         low, high = math.log10(centre / factor), math.log10(centre * factor)
-        return torch.logspace(low, high, 4001, dtype=torch.float64)
+        return torch.logspace(low, high, 4001, dtype=torch.float64, device="cpu")
 
-    grid = torch.cat([torch.logspace(-12, 12, 24001, dtype=torch.float64), *_just_below_kinks(activation, floor)])
+    grid = torch.cat(
+        [torch.logspace(-12, 12, 24001, dtype=torch.float64, device="cpu"), *_just_below_kinks(activation, floor)]
+    )
     best, centre = 0.0, 1.0
     for factor in (1.01, 1.0001, 1.0):
         values = torch.nan_to_num(elasticity(grid))
@@ -185,13 +187,15 @@ def _largest_elasticity(activation: Activation, floor: float) -> float:
 
 def _just_below_kinks(activation: Activation, floor: float) -> list[Tensor]:
     return [
-        torch.tensor([(kink - floor) * (1 - 1e-15)], dtype=torch.float64) for kink in activation.kinks if kink > floor
+        torch.tensor([(kink - floor) * (1 - 1e-15)], dtype=torch.float64, device="cpu")
+        for kink in activation.kinks
+        if kink > floor
     ]
 
 
 def require_concave(activation: Activation) -> None:
     """Refuse an activation that breaks the guarantee, by sampling [0, inf) in float64."""
-    y = torch.cat([torch.zeros(1), torch.logspace(-6, 6, 1201)]).double()
+    y = torch.cat([torch.zeros(1, device="cpu"), torch.logspace(-6, 6, 1201, device="cpu")]).double()
     s = activation.value(y)
 
     def refuse(property_: str, index: Tensor, why: str) -> None:
@@ -210,7 +214,7 @@ def require_concave(activation: Activation) -> None:
     if (chord.diff() > noise).any():
         refuse("concave on [0, inf)", (chord.diff() - noise).argmax() + 1, "its slope grows")
     # s(y)/y falls for every concave s; where it has stopped falling far out, s has a line in it.
-    far = torch.tensor([1e15, 1e30], dtype=torch.float64)
+    far = torch.tensor([1e15, 1e30], dtype=torch.float64, device="cpu")
     ratio = activation.value(far) / far
     if float(ratio[1]) > 0.8 * float(ratio[0]):
         raise UsageError(

@@ -20,8 +20,8 @@ import torch
 from pcdeq.data import load_dataset
 from pcdeq.export import compare, describe, open_exported, plan_export
 from pcdeq.export.program import render
-from pcdeq.models import freeze
-from pcdeq.training import Run, load
+from pcdeq.models import freeze, load
+from pcdeq.training import Run
 
 CASES = (("onnx", "fixed"), ("onnx", "loop"), ("torch-export", "fixed"))
 ROUNDS = 15

@@ -11,10 +11,14 @@ import shutil
 import sys
 from pathlib import Path
 
+
+from pcdeq.files import write_file
+from pcdeq.models import load
+from pcdeq.models.description import Description
+from pcdeq.models.store import to_bytes
 from pcdeq.recipes import PAPER_DATASETS, rows
 from pcdeq.report.tables import collect
 from pcdeq.training import Run, find_runs, read_summary, summarise
-from pcdeq.training.pretrained import pack
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,8 +37,10 @@ def main(runs_dir: str, pattern: str = "*") -> None:
         for name in ("config.json", "metrics.jsonl", "summary.json"):
             shutil.copy(run.path / name, kept / name)
         if ships(run):
+            network = load(run)
             name = f"{run.config.row}-{run.config.data}.safetensors"
-            (ROOT / "src" / "pcdeq" / "weights" / name).write_bytes(pack(run))
+            content = to_bytes(network.state_dict(), Description.of(network))
+            write_file(ROOT / "src" / "pcdeq" / "weights" / name, content)
         print(run.path.name, run.accuracy, "with weights" if ships(run) else "")
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pcdeq.activations import Activation
     from pcdeq.implicit import fixed_point
     from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
-    from pcdeq.models import build, freeze, load_reference
+    from pcdeq.models import build, freeze, load, load_reference
     from pcdeq.operators import LinearMap, Operator, project_
     from pcdeq.proofs.certified import Certified
     from pcdeq.proofs.certify import certify
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pcdeq.recipes import TrainConfig
     from pcdeq.residual import Residual
     from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
-    from pcdeq.training import load, train
+    from pcdeq.training import train
 
 _HOMES = {
     "pcdeq.activations": ("Activation",),
@@ -32,12 +32,12 @@ _HOMES = {
     "pcdeq.proofs.check": ("check",),
     "pcdeq.implicit": ("fixed_point",),
     "pcdeq.layers": ("PcDEQ", "PcDEQConv1d", "PcDEQConv2d", "PcDEQConv3d", "PcDEQLinear"),
-    "pcdeq.models": ("build", "freeze", "load_reference"),
+    "pcdeq.models": ("build", "freeze", "load", "load_reference"),
     "pcdeq.operators": ("LinearMap", "Operator", "project_"),
     "pcdeq.recipes": ("TrainConfig",),
     "pcdeq.residual": ("Residual",),
     "pcdeq.solvers": ("Anderson", "Newton", "Outcome", "Picard", "Solution"),
-    "pcdeq.training": ("load", "train"),
+    "pcdeq.training": ("train",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

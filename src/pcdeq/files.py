@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,6 +42,36 @@ def replace_file(path: Path, content: bytes) -> None:
             temporary.unlink()
         raise
     flush_folder(path.parent)
+
+
+def replace_folder(path: Path, contents: Mapping[str, bytes]) -> None:
+    """The same for a folder of files; a non-empty folder cannot be renamed over, so the old one steps aside."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        for name, content in contents.items():
+            with (temporary / name).open("wb") as file:
+                write_through(file, content)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    flush_folder(temporary)
+    if path.exists():
+        shutil.rmtree(_aside(path), ignore_errors=True)
+        path.replace(_aside(path))
+    temporary.replace(path)
+    flush_folder(path.parent)
+    shutil.rmtree(_aside(path), ignore_errors=True)
+
+
+def find_folder(path: Path) -> Path | None:
+    """Where a folder of `replace_folder` is: a crash between its two renames leaves only the old one, aside."""
+    return next((place for place in (path, _aside(path)) if place.is_dir()), None)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
 
 
 def write_through(file: io.BufferedIOBase, content: bytes) -> None:

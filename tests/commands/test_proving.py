@@ -8,10 +8,11 @@ import torch
 
 from pcdeq.cli import main
 from pcdeq.data import load_dataset
+from pcdeq.models import load
 from pcdeq.operators import Operator
 from pcdeq.proofs.certify import certify
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import Run, load, train
+from pcdeq.training import Run, train
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.export import OnnxFile, compare, describe, open_exported, plan_export, require_agreement, write_export
 from pcdeq.export.program import require_onnx, to_onnx
 from pcdeq.export.truncation import exact_logits
-from pcdeq.models import MC, L, Preprocessing
+from pcdeq.models import MC, L, Preprocessing, load
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import load, train
+from pcdeq.training import train
 
 pytest.importorskip("onnxruntime")
 

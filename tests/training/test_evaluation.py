@@ -10,8 +10,9 @@ from PIL import Image, ImageDraw, ImageOps
 
 from pcdeq.data import load_dataset
 from pcdeq.errors import DataError, UsageError
+from pcdeq.models import load
 from pcdeq.report import figures
-from pcdeq.training import Evaluation, evaluate, load, train
+from pcdeq.training import Evaluation, evaluate, train
 from pcdeq.training.evaluation import pick_device
 from pcdeq.training.prediction import predict, prepare_picture
 

@@ -16,9 +16,9 @@ import pcdeq
 from pcdeq.cli import main
 from pcdeq.data import load_dataset
 from pcdeq.errors import UsageError
-from pcdeq.models import L, Preprocessing
+from pcdeq.models import L, Preprocessing, load
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import Interrupted, Run, load, resume, train, trainer
+from pcdeq.training import Interrupted, Run, resume, train, trainer
 from pcdeq.training.objective import LARGEST_WEIGHT, CertifiedLoss, WorstCase, objective_after, plain_loss
 
 RADIUS = 0.1

@@ -134,7 +134,7 @@ class TestCheckpoint:
         with pytest.raises(UsageError, match="no epoch was completed"):
             run.load()
         with pytest.raises(UsageError, match="--validation"):
-            run.load_weights("best")
+            run.load("best")
 
     @pytest.mark.parametrize("name", ["training.pt", "model.safetensors"])
     @pytest.mark.parametrize("length", [0, 20, -20])

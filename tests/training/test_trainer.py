@@ -19,9 +19,9 @@ from torch import nn
 from pcdeq import files
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.layers import PcDEQLinear
-from pcdeq.models import MC, equilibrium_layers
+from pcdeq.models import MC, equilibrium_layers, load
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import Interrupted, Run, load, resume, train, trainer
+from pcdeq.training import Interrupted, Run, resume, train, trainer
 from pcdeq.training.optim import learning_rate, make_optimizer, restore_optimizer
 from pcdeq.training.tally import Tally
 from pcdeq.training.trainer import add_gradients

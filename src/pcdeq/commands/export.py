@@ -64,7 +64,8 @@ class Export:
     def run(self) -> None:
         """Export and say what was written."""
         self._check()
-        from pcdeq.training import Run, load
+        from pcdeq.models import load
+        from pcdeq.training import Run
 
         run = Run.open(self.folder)
         model = load(run, self.checkpoint)

@@ -34,9 +34,10 @@ class Certify:
     def run(self) -> None:
         """Certify, print, and draw the margins."""
         from pcdeq.data import load_dataset
+        from pcdeq.models import load
         from pcdeq.proofs.certify import BATCH, Certificate, certify, robustness_curve
         from pcdeq.report import figures
-        from pcdeq.training import Run, load, spread
+        from pcdeq.training import Run, spread
 
         if self.images is not None and self.images < 1:
             raise UsageError(f"images must be at least 1, got {self.images}")
@@ -97,8 +98,9 @@ class Check:
     def run(self) -> None:
         """Audit and print; fails where a guarantee does not hold."""
         from pcdeq.data import load_dataset
+        from pcdeq.models import load
         from pcdeq.proofs.check import check
-        from pcdeq.training import Run, load
+        from pcdeq.training import Run
 
         run = Run.open(self.folder)
         dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)

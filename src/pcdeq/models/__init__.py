@@ -4,6 +4,7 @@ from pcdeq.models.frozen import freeze
 from pcdeq.models.networks import MC, SC, L, Network, Preprocessing, equilibrium_layers, pcdeq_layers
 from pcdeq.models.reference import load_reference
 from pcdeq.models.registry import build
+from pcdeq.models.store import load, pretrained_names
 
 __all__ = [
     "MC",
@@ -14,6 +15,8 @@ __all__ = [
     "build",
     "equilibrium_layers",
     "freeze",
+    "load",
     "load_reference",
     "pcdeq_layers",
+    "pretrained_names",
 ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from pcdeq._version import __version__
 from pcdeq.layers import PcDEQ
+from pcdeq.models.facts import TrainingFacts
 from pcdeq.models.networks import Network, pcdeq_layers
 
 TOPOLOGY = {
@@ -28,12 +28,11 @@ def model_card(model: Network) -> str:
     <BLANKLINE>
     <BLANKLINE>
     """
-    facts = model.training_facts or {}
-    title = facts.get("row") or f"pcdeq-{type(model).__name__.lower()}-{_first(model).activation.name}"
-    data = facts.get("data")
+    facts = model.training_facts or TrainingFacts()
+    title = facts.row or f"pcdeq-{type(model).__name__.lower()}-{_first(model).activation.name}"
     sections = [
         _front_matter(facts, title),
-        f"# {title}" + (f", trained on {data}" if data else ""),
+        f"# {title}" + (f", trained on {facts.data}" if facts.data else ""),
         _what(model),
         _results(facts),
         _guarantee(_first(model)),
@@ -48,11 +47,11 @@ def _first(model: Network) -> PcDEQ:
     return pcdeq_layers(model)[0]
 
 
-def _front_matter(facts: dict[str, Any], title: str) -> str:
+def _front_matter(facts: TrainingFacts, title: str) -> str:
     """What the Hub reads; strings as JSON, which is YAML too."""
     lines = ["library_name: pcdeq", "license: apache-2.0", "pipeline_tag: image-classification"]
     lines += ["tags:", "- pcdeq", "- deep-equilibrium", "- certified"]
-    data, accuracy = facts.get("data"), facts.get("test_accuracy")
+    data, accuracy = facts.data, facts.test_accuracy
     if data:
         lines += ["datasets:", f"- {json.dumps(data)}"]
     if data and accuracy is not None:
@@ -82,17 +81,17 @@ def _what(model: Network) -> str:
     return "## What it is\n\n" + "\n".join(lines)
 
 
-def _results(facts: dict[str, Any]) -> str:
+def _results(facts: TrainingFacts) -> str:
     """What the run recorded; nothing is said that it did not."""
     told = {
-        "data": facts.get("data"),
-        "test accuracy": _percent(facts.get("test_accuracy")),
-        "published accuracy": _percent(facts.get("published_accuracy")),
-        "epochs": facts.get("epochs"),
-        "seed": facts.get("seed"),
-        "predictions proved": facts.get("certified"),
-        "trained with": facts.get("versions"),
-        "command": f"`{facts['command']}`" if facts.get("command") else None,
+        "data": facts.data,
+        "test accuracy": _percent(facts.test_accuracy),
+        "published accuracy": _percent(facts.published_accuracy),
+        "epochs": facts.epochs,
+        "seed": facts.seed,
+        "predictions proved": facts.certified,
+        "trained with": facts.versions,
+        "command": f"`{facts.command}`" if facts.command else None,
     }
     rows = [f"| {name} | {value} |" for name, value in told.items() if value is not None]
     return "\n".join(["## Training", "", "| | |", "|---|---|", *rows]) if rows else ""

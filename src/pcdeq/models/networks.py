@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.network import know_container
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import SolvingLayer
+
+if TYPE_CHECKING:
+    from pcdeq.models.facts import TrainingFacts
 
 
 class SolverOptions(TypedDict, total=False):
@@ -116,10 +119,12 @@ class Network(nn.Sequential):
     ) -> None:
         self.check_channels(channels)
         super().__init__(OrderedDict(self.layers(channels, image_shape, num_classes, options)))
+        self.channels = channels
         self.image_shape = image_shape
         self.num_classes = num_classes
+        self.options = options
         self.preprocessing: Preprocessing | None = None  # set by whoever knows the data
-        self.training_facts: dict[str, Any] | None = None  # set by whoever trained it; for the model card
+        self.training_facts: TrainingFacts | None = None  # set by whoever trained it; for the model card
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # faster convolutions
 
     @classmethod
@@ -167,33 +172,33 @@ class Network(nn.Sequential):
         >>> Network.from_pretrained(folder).deq.activation.name
         'relu6'
         """
-        from pcdeq.models import pretrained
+        from pcdeq.models import store
 
-        return pretrained.save_pretrained(self, folder)
+        return store.save_pretrained(self, folder)
 
     @classmethod
     def from_pretrained(
         cls, source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
     ) -> Self:
-        """The network that `save_pretrained` or `push_to_hub` wrote, in evaluation mode.
+        """The network that `save_pretrained` or `push_to_hub` wrote, or that `pcdeq.load` finds, in evaluation mode.
 
         Args:
             source: a folder, or a repository on the Hugging Face Hub such as ``"owner/name"``.
             revision: branch, tag or commit of the repository.
             token: for a private one, where ``hf auth login`` has not been used.
         """
-        from pcdeq.models import pretrained
+        from pcdeq.models import store
 
-        network = pretrained.from_pretrained(source, revision=revision, token=token)
+        network = store.from_pretrained(source, revision=revision, token=token)
         if not isinstance(network, cls):
             raise UsageError(f"{source} holds a network {type(network).__name__}, not {cls.__name__}")
         return network
 
     def push_to_hub(self, repository: str, *, private: bool | None = None, token: str | None = None) -> str:
         """Upload what `save_pretrained` writes to the Hugging Face Hub; return the address of the repository."""
-        from pcdeq.models import pretrained
+        from pcdeq.models import store
 
-        return pretrained.push_to_hub(self, repository, private=private, token=token)
+        return store.push_to_hub(self, repository, private=private, token=token)
 
 
 # A subclass says what it consists of; its forward pass is that of its layers, in line, after a check of the shape.

@@ -10,8 +10,9 @@ from pcdeq.models.baselines.deq import DEQL, DEQMC, DEQSC
 from pcdeq.models.baselines.explicit import ExplicitL, ExplicitMC, ExplicitSC
 from pcdeq.models.baselines.mondeq import MonDEQL, MonDEQMT, MonDEQSC
 from pcdeq.models.baselines.node import ANODE, NODE
-from pcdeq.models.networks import MC, SC, L, LayerOptions, Network
-from pcdeq.recipes import KNOWN_DATASETS, Family, ImageShape, Topology, find_row
+from pcdeq.models.networks import MC, SC, L, LayerOptions, Network, Preprocessing, equilibrium_layers
+from pcdeq.recipes import KNOWN_DATASETS, Family, ImageShape, ResolvedConfig, Topology, find_row
+from pcdeq.solvers import Anderson, Picard
 
 NETWORKS: dict[tuple[Family, Topology], type[Network]] = {
     ("pcdeq", "l"): L,
@@ -30,6 +31,7 @@ NETWORKS: dict[tuple[Family, Topology], type[Network]] = {
     ("explicit", "mc"): ExplicitMC,
 }
 
+_SOLVERS = {"default": None, "paper": Picard(stop="batch"), "picard": Picard(), "anderson": Anderson()}
 _IMAGE_SHAPES: dict[str, ImageShape] = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32)}
 
 
@@ -67,3 +69,25 @@ def build(
         num_classes or 10,
         **options,
     )
+
+
+def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing: Preprocessing) -> Network:
+    """The untrained network that a configuration describes."""
+    network = build(
+        config.row,
+        config.data,
+        image_shape=image_shape,
+        num_classes=len(preprocessing.classes),
+        channels=config.channels,
+        solver=_SOLVERS[config.solver],
+    )
+    network.preprocessing = preprocessing
+    given = {"tol": config.tol, "max_steps": config.max_steps}
+    changes = {name: value for name, value in given.items() if value is not None}
+    layers = equilibrium_layers(network)
+    if changes and not layers:
+        raise UsageError(f"{config.row} has nothing to solve: {' and '.join(changes)} mean nothing to it")
+    for layer in layers:
+        layer.solver = layer.solver.with_options(**changes)
+        layer.adjoint_solver = layer.adjoint_solver.with_options(**changes)
+    return network

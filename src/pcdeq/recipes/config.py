@@ -95,7 +95,7 @@ class TrainConfig:
         for name, (given, wanted) in _FROM_JSON.items():
             if isinstance(value := getattr(self, name), given):
                 object.__setattr__(self, name, wanted(value))
-        _check_types(self)
+        check_types(self)
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -198,10 +198,17 @@ _AT_LEAST = {
 }
 
 
-def _check_types(config: TrainConfig) -> None:
-    for name, hint in get_type_hints(type(config)).items():
-        if name != "_" and not _fits(getattr(config, name), hint):
-            raise UsageError(f"{name} must be {_describe(hint)}, got {getattr(config, name)!r}")
+def check_types(instance: Any) -> None:
+    """Raise `UsageError` unless every field of a dataclass is of the annotated type."""
+    hints = get_type_hints(type(instance))
+    for item in fields(instance):
+        check_type(getattr(instance, item.name), hints[item.name], item.name)
+
+
+def check_type(value: object, hint: Any, name: str) -> None:
+    """Raise `UsageError` unless a value is of the annotated type."""
+    if not _fits(value, hint):
+        raise UsageError(f"{name} must be {_describe(hint)}, got {value!r:.80}")
 
 
 def _describe(hint: Any) -> str:
@@ -220,16 +227,20 @@ def _describe(hint: Any) -> str:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` is of the annotated type, for the few kinds of annotation used above."""
+    """Whether ``value`` is of the annotated type, for the few kinds of annotation in use."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, inner[0]) for item in value)
+        if not isinstance(value, tuple) or (inner[-1] is not ... and len(value) != len(inner)):
+            return False
+        return all(_fits(item, inner[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if hint is Any:
+        return True
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

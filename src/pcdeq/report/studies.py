@@ -17,7 +17,7 @@ from torch import Tensor
 from pcdeq.data import load_dataset
 from pcdeq.equation import Equation
 from pcdeq.errors import ConvergenceWarning
-from pcdeq.models import Network, pcdeq_layers
+from pcdeq.models import Network, load, pcdeq_layers, pretrained_names
 from pcdeq.proofs.order import enclose_near
 from pcdeq.proofs.rates import a_priori_rate
 from pcdeq.report.charts import BLUE, COLOURS, GREEN, LABELS, ORANGE, STYLES, Chart, finish, new_figure
@@ -25,8 +25,7 @@ from pcdeq.report.curves import NETWORKS, families
 from pcdeq.report.tables import Line
 from pcdeq.solvers import Anderson, Picard, run
 from pcdeq.theory.metrics import thompson
-from pcdeq.training import load, spread
-from pcdeq.training.pretrained import is_pretrained
+from pcdeq.training import spread
 
 STUDIED_IMAGES = 128  # for convergence and solvers
 TESTED_IMAGES = 2_000  # for accuracy
@@ -84,7 +83,7 @@ def _network_of(line: Line) -> Network | None:
         if candidate.has("last"):
             return load(candidate)
     name = f"{line.row.name}-{line.data}"
-    return load(name) if is_pretrained(name) else None
+    return load(name) if name in pretrained_names() else None
 
 
 def exact(equation: Equation) -> Tensor:

@@ -1,8 +1,6 @@
 """Training: a loop, a run folder that describes itself, and what to do with the result."""
 
 from pcdeq.training.evaluation import Evaluation, evaluate
-from pcdeq.training.loading import load
-from pcdeq.training.pretrained import pretrained_names
 from pcdeq.training.run import Checkpoint, EpochMetrics, Run, find_runs
 from pcdeq.training.summary import Summary, read_summary, spread, summarise
 from pcdeq.training.trainer import Interrupted, resume, train
@@ -16,8 +14,6 @@ __all__ = [
     "Summary",
     "evaluate",
     "find_runs",
-    "load",
-    "pretrained_names",
     "read_summary",
     "resume",
     "spread",

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from pcdeq.data import Batches, Dataset, Split, load_dataset
 from pcdeq.errors import ConvergenceWarning, UsageError
-from pcdeq.models import Preprocessing, equilibrium_layers
-from pcdeq.training.loading import load
+from pcdeq.models import Preprocessing, equilibrium_layers, load
 from pcdeq.training.run import Run, Which
 
 Device = Literal["auto", "cpu", "cuda", "mps"]

@@ -13,9 +13,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from pcdeq.errors import DataError
+from pcdeq.models import load
 from pcdeq.recipes import ImageShape, paper_dataset
 from pcdeq.training.evaluation import Device, pick_device
-from pcdeq.training.loading import load
 from pcdeq.training.run import Run, Which
 
 INK_BOX = 20 / 28  # MNIST scales a digit into 20 of 28 pixels and centres it by mass

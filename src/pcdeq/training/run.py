@@ -16,24 +16,23 @@ import io
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from pcdeq import files
 from pcdeq.errors import DataError, PcdeqError, UsageError
-from pcdeq.models import Preprocessing
-from pcdeq.recipes import ImageShape, ResolvedConfig, TrainConfig
+from pcdeq.models import Preprocessing, pretrained_names
+from pcdeq.models.description import Description
+from pcdeq.models.facts import Which, read_json, told_by
+from pcdeq.models.store import WEIGHTS, find_checkpoint, read_weights, to_bytes
+from pcdeq.recipes import ImageShape, ResolvedConfig
 from pcdeq.training.environment import describe_environment
 
 try:
@@ -42,7 +41,6 @@ except ImportError:  # Windows
     fcntl = None
 
 RUNS = Path("runs")
-Which = Literal["last", "best"]
 
 
 @dataclass(frozen=True)
@@ -84,11 +82,12 @@ class Checkpoint:
     optimizer: dict[str, Any]
     scaler: dict[str, Any] | None = None
     best_accuracy: float | None = None
+    network: Description | None = None  # what the weights are of, to be saved with them
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training run on disk.
+class Run(os.PathLike[str]):
+    """A training run on disk; where a path is wanted, that of its folder.
 
     >>> from pcdeq.training.run import Run
     >>> Run.open("no/such/folder")
@@ -98,6 +97,9 @@ class Run:
     """
 
     path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @classmethod
     def create(cls, config: ResolvedConfig, preprocessing: Preprocessing, image_shape: ImageShape) -> Run:
@@ -126,29 +128,24 @@ class Run:
     @cached_property
     def description(self) -> dict[str, Any]:
         """The whole of ``config.json``."""
-        path = self.path / "config.json"
-        try:
-            description = json.loads(path.read_text(encoding="utf-8"))
-            return {**description, "config": dict(description["config"]), "data": dict(description["data"])}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} cannot be read as a run's configuration: {error!r}") from error
+        description = read_json(self.path / "config.json")
+        told_by(description)  # complains if something is missing
+        return description
 
     @property
     def config(self) -> ResolvedConfig:
         """The resolved configuration."""
-        return TrainConfig.from_dict(self.description["config"]).resolve(self.image_shape)
+        return told_by(self.description)[0]
 
     @property
     def image_shape(self) -> ImageShape:
         """Channels, height and width of the images it was trained on."""
-        channels, height, width = self.description["data"]["image_shape"]
-        return channels, height, width
+        return told_by(self.description)[1]
 
     @property
     def preprocessing(self) -> Preprocessing:
         """How the images were normalised, and the names of the classes."""
-        data = self.description["data"]
-        return Preprocessing(tuple(data["mean"]), tuple(data["std"]), tuple(data["classes"]))
+        return told_by(self.description)[2]
 
     @property
     def metrics(self) -> list[EpochMetrics]:
@@ -210,34 +207,21 @@ class Run:
 
     def save(self, which: Which, checkpoint: Checkpoint) -> None:
         """Replace a checkpoint; until the new one is complete on the disk, the old one stands."""
-        weights = {name: tensor.contiguous() for name, tensor in checkpoint.model.items()}
-        state = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint) if item.name != "model"}
+        state = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint)}
+        model, network = state.pop("model"), state.pop("network")
         training = io.BytesIO()
         torch.save(state, training)
-        metadata = {"format": "pt", "epoch": str(checkpoint.epoch)}
+        contents = {WEIGHTS: to_bytes(model, network), "training.pt": training.getvalue()}
         with self._saving():
-            _replace_folder(
-                self.path / which,
-                {
-                    "model.safetensors": save_safetensors(weights, metadata),
-                    "training.pt": training.getvalue(),
-                },
-            )
-
-    def load_weights(self, which: Which = "last") -> dict[str, Tensor]:
-        """The network's parameters and buffers."""
-        path = self._find(which) / "model.safetensors"
-        try:
-            return load_safetensors(path.read_bytes())
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+            files.replace_folder(self.path / which, contents)
 
     def load(self, which: Which = "last") -> Checkpoint:
         """A whole checkpoint; nothing in the file can run code."""
-        path = self._find(which) / "training.pt"
+        path = find_checkpoint(self.path, which) / "training.pt"
+        _, model = read_weights(path.with_name(WEIGHTS))
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            return Checkpoint(model=self.load_weights(which), **state)
+            return Checkpoint(model=model, **state)
         except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
             raise DataError(
                 f"{path} cannot be read: {error}; this run cannot go on: train anew into another --out "
@@ -246,15 +230,7 @@ class Run:
 
     def has(self, which: Which) -> bool:
         """Whether there is such a checkpoint."""
-        return (self.path / which).is_dir() or _aside(self.path / which).is_dir()
-
-    def _find(self, which: Which) -> Path:
-        if not self.has(which):
-            reason = "it is kept only with --validation" if which == "best" else "no epoch was completed"
-            raise UsageError(f"{self.path} has no checkpoint '{which}': {reason}")
-        # A crash between the two renames of _replace_folder leaves only the old folder.
-        path = self.path / which
-        return path if path.is_dir() else _aside(path)
+        return files.find_folder(self.path / which) is not None
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -268,9 +244,7 @@ class Run:
 
 
 def _no_run(path: str | os.PathLike[str]) -> str:
-    from pcdeq.training.pretrained import is_pretrained  # which needs runs
-
-    if is_pretrained(str(path)):
+    if str(path) in pretrained_names():
         return f"{path} is a network of the package, for pcdeq.load in Python; this command needs a run folder"
     return f"{path} is not a run folder (it has no config.json); see `pcdeq list runs`"
 
@@ -309,28 +283,3 @@ def _is_free(path: Path) -> bool:
 
 def _to_json(value: object) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _replace_folder(path: Path, contents: dict[str, bytes]) -> None:
-    """The same for a folder of files; a non-empty folder cannot be renamed over, so the old one steps aside."""
-    temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        for name, content in contents.items():
-            with (temporary / name).open("wb") as file:
-                files.write_through(file, content)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    files.flush_folder(temporary)
-    if path.exists():
-        shutil.rmtree(_aside(path), ignore_errors=True)
-        path.replace(_aside(path))
-    temporary.replace(path)
-    files.flush_folder(path.parent)
-    shutil.rmtree(_aside(path), ignore_errors=True)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(path.name + ".old")

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from pcdeq.data import Batches, Split, dataset_names, load_dataset, split_validation
 from pcdeq.errors import DataError, UsageError
 from pcdeq.models import Network, Preprocessing
+from pcdeq.models.description import Description
+from pcdeq.models.registry import make_network
 from pcdeq.operators import project_
 from pcdeq.recipes import ResolvedConfig, TrainConfig
 from pcdeq.training.evaluation import EVALUATION_BATCH, ordered_batches, pick_device
-from pcdeq.training.loading import make_network
 from pcdeq.training.objective import WorstCase
 from pcdeq.training.optim import make_optimizer, restore_optimizer
 from pcdeq.training.run import Checkpoint, Run
@@ -61,6 +62,7 @@ class Session:
             optimizer=self.optimizer.state_dict(),
             scaler=None if scaler is None else scaler.state_dict(),
             best_accuracy=best_accuracy,
+            network=Description.of(self.network),
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:

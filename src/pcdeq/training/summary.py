@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pcdeq.data import Dataset, load_dataset
 from pcdeq.errors import DataError, UsageError
+from pcdeq.models import load
 from pcdeq.proofs.certify import certify
-from pcdeq.training.loading import load
 from pcdeq.training.run import Run
 
 CERTIFIED_IMAGES = 1_000  # test images; `pcdeq certify` takes them all

@@ -9,10 +9,10 @@ import torch
 import pcdeq
 from pcdeq.data import load_dataset
 from pcdeq.errors import UsageError
-from pcdeq.models import build, equilibrium_layers
+from pcdeq.models import build, equilibrium_layers, load
 from pcdeq.models.registry import NETWORKS
 from pcdeq.recipes import TrainConfig, own_rows, rows
-from pcdeq.training import load, train
+from pcdeq.training import train
 from pcdeq.training.session import open_session
 
 PUBLISHED = [row for row in rows() if row.family != "pcdeq"]

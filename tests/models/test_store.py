@@ -1,8 +1,11 @@
-"""Networks in the Hugging Face manner: they come back as they were, and nothing else comes in."""
+"""Networks on disk, of runs, of the package and of the Hub: they come back as they were, and nothing else comes in."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -10,11 +13,14 @@ import torch
 from huggingface_hub import ModelCard
 
 import pcdeq
+from pcdeq.data import load_dataset
 from pcdeq.errors import DataError, PcdeqError, UsageError
-from pcdeq.models import MC, SC, L, Network, Preprocessing, equilibrium_layers
+from pcdeq.models import MC, SC, L, Network, Preprocessing, equilibrium_layers, load, pretrained_names
 from pcdeq.models.card import model_card
-from pcdeq.recipes import TrainConfig
-from pcdeq.training import Run, load, train
+from pcdeq.models.description import Description
+from pcdeq.models.store import read_weights, to_bytes
+from pcdeq.recipes import TrainConfig, find_row
+from pcdeq.training import Run, train
 
 GREY = Preprocessing(mean=(0.5,), std=(0.25,), classes=tuple("0123456789"))
 
@@ -56,6 +62,28 @@ def test_round_trip(kind, channels, options, tmp_path):
     images = torch.rand(5, 1, 28, 28)
     with torch.no_grad():
         assert copy(images).equal(model(images))  # bit for bit
+
+
+def test_every_file_of_weights_says_what_it_is(run, tmp_path):
+    images = torch.rand(3, 1, 28, 28)
+    network = load(run)
+    lonely = tmp_path / "lonely.safetensors"
+    lonely.write_bytes((run.path / "last" / "model.safetensors").read_bytes())
+    for source in (run.path, str(run.path), lonely, network.save_pretrained(tmp_path / "saved")):
+        copy = load(source)
+        assert (copy.preprocessing, copy.channels, copy.training) == (run.preprocessing, (8,), False)
+        assert copy(images).equal(network(images))
+    headers = [read_weights(path)[0] for path in (lonely, tmp_path / "saved" / "model.safetensors")]
+    assert headers[0] | {"training": None} == headers[1] | {"training": None}
+    assert headers[1] == json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_of_a_folder_the_configuration_counts_which_people_can_edit(tmp_path):
+    folder = L((4,)).save_pretrained(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["layers"]["solver"]["tol"] = 1e-7
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load(folder).deq.solver.tol == 1e-7
 
 
 def test_of_a_run_with_its_card(run, tmp_path):
@@ -128,7 +156,7 @@ class TestCard:
         folder.mkdir()
         (folder / "config.json").write_text((run.path / "config.json").read_text())
         (folder / "last").symlink_to(run.path.resolve() / "last")
-        assert load(folder).training_facts["test_accuracy"] is None
+        assert load(folder).training_facts.test_accuracy is None
 
 
 class TestRefused:
@@ -147,14 +175,66 @@ class TestRefused:
             ({"layers": {}}, "activation"),
             ({"layers": None}, "does not describe"),
             ({"preprocessing": {"mean": [0.0]}}, "std"),
-            ({"num_classes": "ten"}, "does not describe"),
+            ({"num_classes": "ten"}, "num_classes must be int, got 'ten'"),
+            ({"num_classes": 10**400}, "does not describe"),
+            ({"image_shape": [-1, -28, 28]}, "must be above 0"),
+            ({"image_shape": [1, 28]}, "image_shape must be"),
+            ({"family": "bert"}, "family must be"),
+            ({"family": "explicit"}, "does not describe"),
+            ({"topology": "ode"}, "no network ode of the family pcdeq"),
+            ({"training": {"test_accuracy": "high"}}, "test_accuracy must be"),
+            ({"training": {"author": "me"}}, "unknown or missing: author"),
+            ({"preprocessing": {"mean": [0.0], "std": [float("nan")], "classes": list("0123456789")}}, "nan"),
+            ({"preprocessing": {"mean": [0.0], "std": [1.0], "classes": ["0"]}}, "1 channels and 10 classes"),
         ],
     )
     def test_a_configuration_that_is_wrong(self, folder, change, message):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=message) as caught:
             Network.from_pretrained(folder)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("floor", "0.5"),
+            ("floor", -1.0),
+            ("floor", float("inf")),
+            ("weight_norm", 1),
+            ("gradient", "none"),
+            ("gradient_steps", 2.5),
+            ("activation", ["tanh"]),
+            ("activation", "relu"),
+            ("warm_start", None),
+            ("injection", "softplus"),
+            ("solver", None),
+            ("solver", {"name": "Picard", "tol": "small"}),
+            ("solver", {"name": "Picard", "max_steps": True}),
+            ("adjoint_solver", {"name": "Anderson", "memory": 0}),
+            ("adjoint_solver", {"name": "Anderson", "depth": 2}),
+        ],
+    )
+    def test_an_option_that_is_wrong(self, folder, option, value):
+        config = json.loads((folder / "config.json").read_text())
+        config["layers"][option] = value
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(DataError, match=r"config\.json does not describe a network: .") as caught:
+            load(folder)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("change", [{"channels": [25_000]}, {"image_shape": [1, 40_000, 40_000]}])
+    def test_what_is_too_large_takes_no_memory(self, folder, change):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        code = (
+            "import resource, sys, pcdeq, pcdeq.models.store\n"
+            "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000,) * 2)\n"
+            "pcdeq.load(sys.argv[1])\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
+        assert "DataError" in done.stderr and "does not hold the weights of this network" in done.stderr, done.stderr
 
     @pytest.mark.parametrize("name", ["os.system", "Solver"])
     def test_a_solver_that_is_none(self, folder, name):
@@ -170,9 +250,23 @@ class TestRefused:
         with pytest.raises(DataError, match=name):
             Network.from_pretrained(folder)
 
-    def test_a_run_folder_is_recognised(self, run):
-        with pytest.raises(DataError, match=r"pcdeq\.load"):
-            Network.from_pretrained(run.path)
+    def test_a_description_that_goes_too_deep(self, folder):
+        (folder / "config.json").write_text("[" * 100_000)
+        with pytest.raises(DataError, match=r"config\.json cannot be read"):
+            load(folder)
+
+    def test_tensors_too_many(self, tmp_path):
+        model = L((4,))
+        content = to_bytes(model.state_dict() | {"more": torch.ones(1)}, Description.of(model))
+        (tmp_path / "x.safetensors").write_bytes(content)
+        with pytest.raises(DataError, match="more") as caught:
+            load(tmp_path / "x.safetensors")
+        assert "\n" not in str(caught.value)
+
+    def test_a_file_that_does_not_say_what_it_is(self, tmp_path):
+        (tmp_path / "x.safetensors").write_bytes(to_bytes(L((4,)).state_dict(), None))
+        with pytest.raises(DataError, match=r"x\.safetensors does not describe a network"):
+            load(tmp_path / "x.safetensors")
 
     def test_another_topology(self, folder):
         with pytest.raises(UsageError, match="a network L, not MC"):
@@ -198,35 +292,32 @@ class TestRefused:
 class FakeHub:
     """What pcdeq uses of the Hub, on a dict."""
 
-    repositories: dict[str, dict[str, bytes]]
+    def __init__(self):
+        self.repositories: dict[str, dict[str, bytes]] = {}
 
-    def __init__(self, token=None):
-        assert token in (None, "secret")
-
-    def create_repo(self, repo_id, *, private, exist_ok):
-        assert exist_ok
+    def create_repo(self, repo_id, *, private, token, exist_ok):
+        assert exist_ok and token in (None, "secret")
         self.repositories.setdefault(repo_id, {})
+        return f"https://huggingface.co/{repo_id}"
 
-    def upload_folder(self, *, repo_id, folder_path, commit_message):
-        from pathlib import Path
-
+    def upload_folder(self, *, repo_id, folder_path, commit_message, token):
         assert "pcdeq" in commit_message
         self.repositories[repo_id] |= {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+
+    def snapshot_download(self, repo_id, *, revision, token, allow_patterns):
+        for name in allow_patterns:
+            (self.cache / name).write_bytes(self.repositories[repo_id][name])
+        return str(self.cache)
 
 
 class TestHub:
     @pytest.fixture
     def hub(self, monkeypatch, tmp_path):
-        FakeHub.repositories = {}
-
-        def download(repository, name, *, revision, token):
-            path = tmp_path / name
-            path.write_bytes(FakeHub.repositories[repository][name])
-            return str(path)
-
-        monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-        return FakeHub
+        hub = FakeHub()
+        hub.cache = tmp_path
+        for name in ("create_repo", "upload_folder", "snapshot_download"):
+            monkeypatch.setattr(huggingface_hub, name, getattr(hub, name))
+        return hub
 
     def test_there_and_back(self, hub):
         model = L((4,)).eval()
@@ -242,8 +333,52 @@ class TestHub:
         def fail(*arguments, **options):
             raise RuntimeError("401 Client Error\nfor a token")
 
-        monkeypatch.setattr(hub, "create_repo", fail)
+        monkeypatch.setattr(huggingface_hub, "create_repo", fail)
         with pytest.raises(PcdeqError, match=r"could not upload to me/digits: 401 Client Error$"):
             L((4,)).push_to_hub("me/digits")
         with pytest.raises(UsageError, match="owner/name"):
             L((4,)).push_to_hub("digits")
+
+
+class TestOfThePackage:
+    @pytest.mark.parametrize("name", pretrained_names())
+    def test_the_network_is_the_rows(self, name):
+        network = load(name)
+        facts = network.training_facts
+        assert name == f"{facts.row}-{facts.data}"
+        row = find_row(facts.row, facts.data)
+        assert sum(parameter.numel() for parameter in network.parameters()) == row.parameters
+        assert facts.epochs == row.epochs
+        assert not network.training
+
+    @pytest.mark.parametrize("name", [name for name in pretrained_names() if name.endswith("-mnist")])
+    def test_it_reads_digits(self, name):
+        network, digits = load(name), load_dataset("mnist-mini").test
+        with torch.inference_mode():
+            right = network(network.preprocessing(digits.images)).argmax(1) == digits.labels
+        assert right.double().mean() > 0.96
+
+    def test_a_name_that_is_not_there(self):
+        with pytest.raises(UsageError, match="did you mean pcdeq-1-l-tanh-mnist"):
+            load("pcdeq-1-l-than-mnist")
+        with pytest.raises(UsageError, match="neither a folder"):
+            load("runs/some-run")
+
+    def test_what_is_packed_keeps_every_bit_and_no_place_of_this_machine(self, run):
+        network = load(run)
+        content = to_bytes(network.state_dict(), Description.of(network))
+        assert str(run.path).encode() not in content
+        (run.path / "packed.safetensors").write_bytes(content)
+        _, tensors = read_weights(run.path / "packed.safetensors")
+        for name, tensor in run.load().model.items():
+            assert torch.equal(tensors[name], tensor)
+
+
+def test_loading_imports_only_what_it_needs():
+    code = (
+        "import sys, pcdeq; pcdeq.load('pcdeq-1-l-tanh-mnist'); "
+        "print({name.split('.')[0] for name in sys.modules} & "
+        "{'accelerate', 'rich', 'tyro', 'huggingface_hub', 'matplotlib', 'PIL', 'scipy', 'torchdiffeq', 'pooch'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr

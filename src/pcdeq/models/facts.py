@@ -1,0 +1,105 @@
+"""What a run folder tells of the network in it: how it was made, and what a model card says of its training."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pcdeq.errors import DataError
+from pcdeq.models.networks import Preprocessing
+from pcdeq.recipes import ImageShape, ResolvedConfig, TrainConfig, find_row
+from pcdeq.recipes.config import check_types
+
+Which = Literal["last", "best"]
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What a model card tells of a network's training; what is not known is None."""
+
+    row: str | None = None
+    data: str | None = None
+    test_accuracy: float | None = None
+    published_accuracy: float | None = None
+    epochs: int | None = None
+    seed: int | None = None
+    certified: str | None = None
+    command: str | None = None
+    versions: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+def read_json(path: Path) -> Any:
+    """What a file says; a `DataError` if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def told_by(run: Any) -> tuple[ResolvedConfig, ImageShape, Preprocessing]:
+    """Configuration, image shape and preprocessing, from a run's ``config.json``."""
+    try:
+        data = run["data"]
+        channels, height, width = data["image_shape"]
+        preprocessing = Preprocessing(tuple(data["mean"]), tuple(data["std"]), tuple(data["classes"]))
+        config = TrainConfig.from_dict(run["config"]).resolve((channels, height, width))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"this is not the configuration of a run: {error!r}") from error
+    return config, (channels, height, width), preprocessing
+
+
+def describe_training(folder: Path, told: dict[str, Any], which: Which) -> TrainingFacts:
+    """What a run folder, whose ``config.json`` is ``told``, records of the training of its network."""
+    config, image_shape, _ = told_by(told)
+    row = find_row(config.row, config.data, image_shape[0])
+    last = _last_metrics(folder) if which == "last" else {}  # which are not those of the best epoch
+    versions = ", ".join(f"{name} {version}" for name, version in told.get("versions", {}).items())
+    return TrainingFacts(
+        row=config.row,
+        data=Path(config.data).name,  # of a user's own data, not where it lies
+        test_accuracy=last.get("test_accuracy"),
+        published_accuracy=row.accuracy if row.dataset == config.data else None,
+        epochs=last.get("epoch"),
+        seed=config.seed,
+        certified=_certified(folder, last.get("epoch")),
+        command=_command(told.get("command", [])),
+        versions=versions or None,
+    )
+
+
+def _last_metrics(folder: Path) -> dict[str, Any]:
+    try:
+        *_, line, _ = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+        return dict(json.loads(line))
+    except (OSError, ValueError, TypeError):  # the network is there all the same
+        return {}
+
+
+def _certified(folder: Path, epoch: int | None) -> str | None:
+    """How many predictions after this epoch were proved, if the run's summary says so."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        if summary["epoch"] == epoch and summary["certified"] is not None:
+            return f"{summary['certified']:,} of {summary['certified_of']:,} test images"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _command(arguments: list[str]) -> str | None:
+    """The command line of a run as others would type it; None if the run was not started by one."""
+    if not arguments or Path(arguments[0]).stem not in ("pcdeq", "__main__"):
+        return None
+    kept, rest = ["pcdeq"], iter(arguments[1:])
+    for argument in rest:
+        if argument in ("--out", "--data-dir", "--device"):
+            next(rest, None)  # places and devices are of one machine
+        elif argument != "--json":
+            kept.append(Path(argument).name if kept[-1] == "--data" else argument)
+    return shlex.join(kept)

@@ -1,0 +1,207 @@
+"""Networks on disk: one writer and one reader, for runs, for the package and for the Hub.
+
+A file of weights says in its header, as a `Description`, what network they are of:
+
+    a run         last/model.safetensors, and best/ where there was a validation split
+    the package   weights/ROW-DATA.safetensors
+    the Hub       model.safetensors, README.md (the card), and config.json: the description again, for people to read
+                  and to change
+
+Nothing in these files can run code, and memory is taken only for a network that fits the tensors that are there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from pcdeq._version import __version__
+from pcdeq.errors import DataError, PcdeqError, UsageError
+from pcdeq.files import find_folder, write_file
+from pcdeq.models.card import model_card
+from pcdeq.models.description import Description
+from pcdeq.models.facts import Which, describe_training, read_json, told_by
+from pcdeq.models.networks import Network
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+KEY = "pcdeq"  # of the description, in the header of a file of weights
+SHIPPED = Path(__file__).parents[1] / "weights"
+
+
+def pretrained_names() -> list[str]:
+    """The trained networks of the package, by the names that `pcdeq.load` knows.
+
+    >>> "pcdeq-1-l-tanh-mnist" in pretrained_names()
+    True
+    """
+    return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
+
+
+def to_bytes(tensors: Mapping[str, Tensor], description: Description | None) -> bytes:
+    """A file of weights, which says what they are of."""
+    header = {} if description is None else {KEY: description.to_json()}
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return save_safetensors(plain, {"format": "pt", **header})
+
+
+def read_weights(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """What a file of weights says of itself, as JSON brings it or None, and its tensors."""
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get(KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        return None if text is None else json.loads(text), tensors
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def save_pretrained(model: Network, folder: str | os.PathLike[str]) -> Path:
+    """Write the three files of the Hub, each whole or not at all, and return the folder."""
+    description = Description.of(model)
+    content = {
+        WEIGHTS: to_bytes(model.state_dict(), description),
+        CARD: model_card(model).encode(),
+        CONFIG: description.to_json().encode(),
+    }
+    for name, file in content.items():
+        write_file(Path(folder) / name, file)
+    return Path(folder)
+
+
+def load(source: str | os.PathLike[str], checkpoint: Which = "last") -> Network:
+    """A trained network, in evaluation mode: of a run or its folder, of the package, or of a folder of weights.
+
+    Those of the package were trained on the whole of their training set. That of MNIST holds all digits of
+    ``mnist-mini``, so accuracy on these says nothing.
+
+    Its ``preprocessing`` turns uint8 images into its input and names its classes:
+
+    >>> import torch
+    >>> model = load("pcdeq-1-l-tanh-mnist")  # or load("runs/...")
+    >>> images = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
+    >>> model(model.preprocessing(images)).shape, model.preprocessing.classes[:3]
+    (torch.Size([2, 10]), ('0', '1', '2'))
+
+    Args:
+        source: what `train` returned, a run folder, a name of `pcdeq.models.pretrained_names`, or what
+            `Network.save_pretrained` wrote.
+        checkpoint: of a run: ``"last"``, or ``"best"``, which there is if it had a validation split.
+    """
+    if checkpoint not in get_args(Which):
+        raise UsageError(f"checkpoint must be 'last' or 'best', got {checkpoint!r}")
+    folder = Path(source)
+    config = folder / CONFIG
+    told = read_json(config) if config.is_file() else None
+    if isinstance(told, dict) and "config" in told:
+        path = find_checkpoint(folder, checkpoint) / WEIGHTS
+        given, tensors = read_weights(path)
+        network = _restore(told, config, tensors, path) if given is None else _restore(given, path, tensors, path)
+        if (network.image_shape, network.preprocessing) != told_by(told)[1:]:
+            raise DataError(f"the weights in {path} do not fit {config}: other images or classes")
+        network.training_facts = describe_training(folder, told, checkpoint)
+        return network
+    if checkpoint != "last":
+        raise UsageError(f"{source} is not a run: of it there is only the last epoch")
+    path = _find_file(folder) if told is None else folder / WEIGHTS
+    given, tensors = read_weights(path)
+    return _restore(given, path, tensors, path) if told is None else _restore(told, config, tensors, path)
+
+
+def _restore(given: Any, said_by: Path, tensors: dict[str, Tensor], path: Path) -> Network:
+    """The network that is described, with the tensors of a file, of whose sizes it must be."""
+    try:
+        description = Description.read(given)
+        with torch.device("meta"):
+            expected = dict(description.make().named_parameters())
+    except (PcdeqError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise DataError(f"{said_by} does not describe a network: {_one_line(error)}") from error
+    for name, parameter in expected.items():
+        if name not in tensors or tensors[name].shape != parameter.shape:
+            found = f"of shape {tuple(tensors[name].shape)}" if name in tensors else "missing"
+            raise DataError(
+                f"{path} does not hold the weights of this network: {name} is {found}, not {tuple(parameter.shape)}"
+            )
+    network = description.make()
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise DataError(f"{path} does not hold the weights of this network: {_one_line(error)}") from error
+    return network.eval()
+
+
+def find_checkpoint(run: Path, which: Which) -> Path:
+    """The folder of a run's checkpoint."""
+    path = find_folder(run / which)
+    if path is None:
+        reason = "it is kept only with --validation" if which == "best" else "no epoch was completed"
+        raise UsageError(f"{run} has no checkpoint '{which}': {reason}")
+    return path
+
+
+def _find_file(path: Path) -> Path:
+    """A file of weights by its path, or by the name of a network of the package."""
+    names = pretrained_names()
+    if str(path) in names:
+        return SHIPPED / f"{path}.safetensors"
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(str(path), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}; `pcdeq list runs` shows runs"
+    raise UsageError(f"{path} is neither a folder with a {CONFIG} nor a trained network of the package; {hint}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def from_pretrained(
+    source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
+) -> Network:
+    """What `load` finds, or else the network in a repository on the Hub."""
+    if Path(source).exists() or not _is_repository(str(source)):
+        return load(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(str(source), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
+    except Exception as error:  # of the network, of the Hub, of the disk: their types change between versions
+        raise DataError(
+            f"{source} is no folder here, and could not be fetched from the Hub: {_first_line(error)}"
+        ) from error
+    return load(folder)
+
+
+def push_to_hub(model: Network, repository: str, *, private: bool | None = None, token: str | None = None) -> str:
+    """Upload the three files to a repository on the Hub, which is made if it is not there; return its address."""
+    if not _is_repository(repository):
+        raise UsageError(f"a repository is called owner/name, got {repository!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(model, folder)
+        try:
+            from huggingface_hub import create_repo, upload_folder
+
+            address = create_repo(repository, private=private, token=token, exist_ok=True)
+            message = f"Upload with pcdeq {__version__}"
+            upload_folder(repo_id=repository, folder_path=folder, commit_message=message, token=token)
+        except Exception as error:
+            raise PcdeqError(f"could not upload to {repository}: {_first_line(error)}") from error
+    return str(address)
+
+
+def _is_repository(name: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

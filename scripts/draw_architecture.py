@@ -14,7 +14,7 @@ WHAT = {
     "cli": "parse, call, print; errors become one line",
     "commands": "one dataclass a command: its fields are the options",
     "report": "tables, figures, claims, the page",
-    "reproduce": "many runs: processes, Ray",
+    "reproduce": "many runs: one by one, Ray",
     "export": "the Hub, ONNX, torch.export",
     "training": "loop, run folder, evaluation",
     "guarantees": "certify, check, theory",

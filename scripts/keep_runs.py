@@ -11,7 +11,6 @@ import shutil
 import sys
 from pathlib import Path
 
-
 from pcdeq.files import write_file
 from pcdeq.models import load
 from pcdeq.models.description import Description

@@ -23,7 +23,7 @@ class Reproduce:
     """Train the rows of the paper's tables; what is done is skipped, what was interrupted is resumed.
 
     Repeat the command after any interruption: at most an epoch of each run is lost. Examples:
-      pcdeq reproduce mnist --rows 'pcdeq-?-l-*' --parallel 2
+      pcdeq reproduce mnist --rows 'pcdeq-?-l-*'
       pcdeq reproduce all --on ray --gpus 0.25
       pcdeq reproduce claims
     """
@@ -41,14 +41,13 @@ class Reproduce:
     """End each epoch after so many steps, for a model too slow for whole passes. (default: no)"""
     solver: Literal["default", "paper", "picard", "anderson"] = "default"
     """default: ours; paper: plain iteration stopped by the whole batch, whose steps the paper counts."""
-    parallel: int = 1
-    """Runs at a time on this machine, which share its cores."""
     on: Literal["local", "ray"] = "local"
-    """ray: the cluster at RAY_ADDRESS, or a local one; runs_dir must lie where all its machines see it."""
+    """local: one run after the other; ray: many at once, on the cluster at RAY_ADDRESS, all of whose machines must see
+    runs_dir, or on this machine."""
     cpus: int | None = None
-    """Cores of each run. (default: OMP_NUM_THREADS or the machine's, divided by parallel; on Ray 1)"""
-    gpus: float = 0.0
-    """GPUs of each run on Ray; may be a fraction."""
+    """Cores of each run on Ray. (default: 1)"""
+    gpus: float | None = None
+    """GPUs of each run on Ray; may be a fraction. (default: 0)"""
     device: Device = "auto"
     """Where to compute."""
     runs_dir: Path = Path("runs")
@@ -67,6 +66,9 @@ class Reproduce:
         from pcdeq.reproduce import plan
 
         TrainConfig(epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)  # mistakes before downloads
+        given = [f"--{name}" for name in ("cpus", "gpus") if getattr(self, name) is not None]
+        if self.on == "local" and given:
+            raise UsageError(f"{' and '.join(given)} belong to --on ray; here OMP_NUM_THREADS decides the cores")
 
         datasets = PAPER_DATASETS if self.what == "all" else (self.what,)
         if self.what not in ("all", *dataset_names()):
@@ -97,9 +99,10 @@ class Reproduce:
         try:
             with board:
                 if self.on == "ray":
-                    run_on_ray(jobs, board, cpus=self.cpus or 1, gpus=self.gpus)
+                    cpus = 1 if self.cpus is None else self.cpus
+                    run_on_ray(jobs, board, cpus=cpus, gpus=self.gpus or 0.0)
                 else:
-                    run_locally(jobs, board, parallel=self.parallel, cpus=self.cpus)
+                    run_locally(jobs, board)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt("interrupted; repeat the command to go on") from stop
         if board.failures:

@@ -1,13 +1,13 @@
-"""Many training runs with one command: what is to do, on which processes, and how far it is.
+"""Many training runs with one command: what is to do, where, and how far it is.
 
     plan     the runs that a table needs, and which of them are done
     worker   one run, from wherever it stands to its end
-    local    workers as processes of this machine
-    on_ray   workers as tasks of a Ray cluster
+    local    one run after the other, in this process
+    on_ray   many at once, as tasks of a Ray cluster
     board    one live table of all runs
 
-Workers and the one who watches them meet only in the run folders, so that it does not matter who was killed
-when: what is complete in a folder is done, and the rest is done again.
+What counts is in the run folders, so that it does not matter who was killed when: what is complete in a folder is
+done, and the rest is done again.
 """
 
 from pcdeq.reproduce.board import Board

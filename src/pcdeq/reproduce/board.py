@@ -1,4 +1,4 @@
-"""One live table of all runs, read from their folders; plain lines where there is no terminal."""
+"""One live table of all runs; plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Entry:
     job: Job
     state: State = "waiting"
     note: str = ""
+    pulse: Pulse | None = None
     epochs_told: int = 0
 
 
@@ -61,8 +62,13 @@ class Board:
         if not self.console.is_terminal and (state != entry.state or note):
             self._tell_epochs(entry)
             self._say(f"{job.name}  {state}{f': {note}' if note else ''}")
-        entry.state, entry.note = state, note
+        entry.state, entry.note, entry.pulse = state, note, None
         self.update(at_once=True)
+
+    def tell(self, job: Job, pulse: Pulse) -> None:
+        """How far a run is."""
+        self.entries[job.name].pulse = pulse
+        self.update()
 
     def update(self, at_once: bool = False) -> None:
         """Look at the folders of the runs that are running, now and then."""
@@ -106,8 +112,7 @@ class Board:
 
 
 def _cells(entry: Entry) -> list[str]:
-    job, metrics = entry.job, _metrics(entry.job)
-    pulse = Pulse.read(job.folder) if entry.state == "running" else None
+    job, pulse, metrics = entry.job, entry.pulse, _metrics(entry.job)
     done = max(len(metrics), pulse.epochs_done if pulse else 0)
     seconds = sum(line.seconds + line.test_seconds for line in metrics) / len(metrics) if metrics else None
     left = None if seconds is None or entry.state != "running" else seconds * (job.epochs - done)

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.reproduce.board import Board
 from pcdeq.reproduce.plan import Job
+from pcdeq.reproduce.worker import Pulse, work
 
 RETRIES = 3  # of a run whose worker dies
 POLL_SECONDS = 0.5
+PROGRESS = "progress.tmp"  # .tmp: nothing in it is needed again
 
 
 def run_on_ray(jobs: Sequence[Job], board: Board, *, cpus: int = 1, gpus: float = 0.0) -> None:
@@ -58,13 +64,28 @@ def _run(jobs: Sequence[Job], board: Board, cpus: int, gpus: float) -> None:
 
 
 def _work(text: str, threads: int) -> None:
-    """What a task does, on whichever machine."""
+    """What a task does, on whichever machine; it tells how far it is in a small file of the run folder."""
     import torch
 
-    from pcdeq.reproduce.worker import work
-
     torch.set_num_threads(threads)
-    work(Job.from_json(text))
+    job = Job.from_json(text)
+    file = job.folder / PROGRESS
+
+    def tell(pulse: Pulse) -> None:
+        file.write_text(json.dumps({"process": os.getpid(), **asdict(pulse)}), encoding="utf-8")
+
+    try:
+        work(job, tell)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """What a task last told of itself, if anything: its process, and the fields of a `Pulse`."""
+    try:
+        return json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or just being written
+        return None
 
 
 def _connect() -> None:
@@ -105,6 +126,7 @@ def _watch(pending: dict, board: Board) -> None:
                 cause = getattr(error, "cause", None) or error
                 board.set(job, "failed", " ".join(str(cause).split()))
         for job in pending.values():
-            if board.entries[job.name].state == "waiting" and (job.folder / "progress.tmp").exists():
-                board.set(job, "running")
-        board.update()
+            if (told := read_progress(job.folder)) is not None:
+                if board.entries[job.name].state == "waiting":
+                    board.set(job, "running")
+                board.tell(job, Pulse(told["epochs_done"], told["loss"]))

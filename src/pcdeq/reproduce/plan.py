@@ -68,7 +68,7 @@ class Job:
                 )
 
     def to_json(self) -> str:
-        """For a worker in another process."""
+        """For a task on another machine."""
         return json.dumps(self.config.to_dict())
 
     @classmethod

@@ -19,14 +19,14 @@ from pcdeq.models.baselines.node import Dopri5
 from pcdeq.models.facts import TrainingFacts, told_by
 from pcdeq.models.networks import LayerOptions, Network, Preprocessing, equilibrium_layers
 from pcdeq.models.registry import NETWORKS, make_network
+from pcdeq.proofs.certified import Certified
 from pcdeq.recipes import Family, Topology
 from pcdeq.recipes.config import check_type, check_types
-from pcdeq.solvers import Anderson, Newton, Picard
-from pcdeq.solving import SolvingLayer
+from pcdeq.solvers import Anderson, Newton, Picard, SolvingLayer
 
 T = TypeVar("T")
 # By the name in a description. A solver that wraps another one needs no more than to stand here.
-SOLVERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Anderson, Picard, Newton, Dopri5)}
+SOLVERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Anderson, Picard, Newton, Dopri5, Certified)}
 SOLVER_KEYS = ("solver", "adjoint_solver")
 OPTION_TYPES = get_type_hints(LayerOptions)
 PCDEQ_KEYS = OPTION_TYPES.keys() - {"injection", "rate"}  # code, and another word for the floor
@@ -161,7 +161,7 @@ def solver_from_dict(given: Any) -> Any:
     """The inverse of `solver_to_dict`."""
     if not isinstance(given, dict) or str(given.get("name")) not in SOLVERS:
         raise UsageError(f"a solver is one of {', '.join(SOLVERS)} with its options, not {given!r:.80}")
-    if given.get("stop") == "certified" and "Certified" in SOLVERS:  # from before there was the wrapper
+    if given.get("stop") == "certified":  # from before there was the wrapper
         given = {"name": "Certified", "solver": {**given, "stop": "sample"}}
     values = {name: solver_from_dict(value) if isinstance(value, dict) else value for name, value in given.items()}
     return _from_plain(SOLVERS[values.pop("name")], values)

@@ -59,7 +59,10 @@ class Description:
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.to_json()  # which refuses NaN and infinities
+        try:
+            self.to_json()
+        except ValueError as error:
+            raise UsageError(f"a description has finite numbers only: {error}") from error
         if min(*self.image_shape, self.num_classes) < 1:
             raise UsageError(f"image_shape {self.image_shape} and num_classes {self.num_classes} must be above 0")
         _check_keys(self.layers, PCDEQ_KEYS if self.family == "pcdeq" else set(), PCDEQ_KEYS)

@@ -128,24 +128,26 @@ class Run(os.PathLike[str]):
     @cached_property
     def description(self) -> dict[str, Any]:
         """The whole of ``config.json``."""
-        description = read_json(self.path / "config.json")
-        told_by(description)  # complains if something is missing
-        return description
+        return read_json(self.path / "config.json")
+
+    @cached_property
+    def _told(self) -> tuple[ResolvedConfig, ImageShape, Preprocessing]:
+        return told_by(self.description)
 
     @property
     def config(self) -> ResolvedConfig:
         """The resolved configuration."""
-        return told_by(self.description)[0]
+        return self._told[0]
 
     @property
     def image_shape(self) -> ImageShape:
         """Channels, height and width of the images it was trained on."""
-        return told_by(self.description)[1]
+        return self._told[1]
 
     @property
     def preprocessing(self) -> Preprocessing:
         """How the images were normalised, and the names of the classes."""
-        return told_by(self.description)[2]
+        return self._told[2]
 
     @property
     def metrics(self) -> list[EpochMetrics]:

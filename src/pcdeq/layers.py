@@ -184,17 +184,17 @@ class PcDEQ(SolvingLayer):
         >>> layer.solve(torch.ones(1, 2, 8, 8), until=question).converged.tolist()
         [True]
         """
-        solver = self.solver if solver is None else solver
+        chosen: AnySolver = self.solver if solver is None else solver
         with no_autocast(x.device.type):
             equation = self.equation(x)
             guess = self._guess(equation)
             if until is None:
-                solution = solve_equation(equation, solver, guess)
-            elif isinstance(solver, Certified) or solver.stop != "sample":
+                solution = solve_equation(equation, chosen, guess)
+            elif isinstance(chosen, Certified) or chosen.stop != "sample":
                 raise UsageError("until= asks its question sample by sample: give it a solver with stop='sample'")
             else:
-                solution = solve_until(until, solver, equation, guess)
-        report(solution.stats, solver, "forward")
+                solution = solve_until(until, chosen, equation, guess)
+        report(solution.stats, chosen, "forward")
         return solution.with_value(solution.value.reshape(x.shape))
 
     @torch.no_grad()

@@ -86,7 +86,7 @@ def solve(
     form: Form,
     start: Tensor | None,
     base: Tensor | None,
-    box: tuple[float, float] | None,
+    box: tuple[float, float] | tuple[Tensor, Tensor] | None,
     *,
     tol: float,
     decay: float,
@@ -103,6 +103,9 @@ def solve(
     """
     given = [t for t in (form.weight, form.offset, form.slope, start, base) if t is not None]
     if not _takes(*given) or _needs_graph(*given) or not _knows(form, tol):
+        return None
+    low_and_high = (-torch.inf, torch.inf) if box is None else box
+    if isinstance(low_and_high[0], Tensor):  # of an activation without a supremum
         return None
     layout = _layout(form.offset)
     offset, slope, start = (None if t is None else _lay_out(t, layout) for t in (form.offset, form.slope, start))
@@ -129,7 +132,7 @@ def solve(
         converged,
         tol,
         decay,
-        *((-torch.inf, torch.inf) if box is None else box),
+        *low_and_high,
         steps_before,
         max_steps,
         _threads(form.weight.numel() * places, PARALLEL_PRODUCT),

@@ -25,7 +25,7 @@ from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.network import know_container
 from pcdeq.recipes import ImageShape
-from pcdeq.solvers import SolvingLayer
+from pcdeq.solvers import Solver, SolvingLayer
 
 if TYPE_CHECKING:
     from pcdeq.models.facts import TrainingFacts
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 class SolverOptions(TypedDict, total=False):
     """Keywords that every layer takes which solves something."""
 
-    solver: AnySolver | None
-    adjoint_solver: AnySolver | None
+    solver: Solver | None
+    adjoint_solver: Solver | None
 
 
-class LayerOptions(SolverOptions, total=False):
+class LayerOptions(TypedDict, total=False):
     """Keywords that a network hands on to its equilibrium layers."""
 
+    solver: AnySolver | None
+    adjoint_solver: AnySolver | None
     activation: str | Activation
     injection: Injection | None
     floor: float | None

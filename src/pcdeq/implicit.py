@@ -18,7 +18,7 @@ from torch import Tensor
 from pcdeq.activations import ACTIVATIONS
 from pcdeq.equation import Adjoint, Equation
 from pcdeq.errors import PcdeqError, UsageError
-from pcdeq.operators import MAPS, ConvMap, DenseMap, LinearMap
+from pcdeq.operators import MAPS, LinearMap
 from pcdeq.proofs.certified import Certified
 from pcdeq.solvers import Anderson, Newton, Picard, Problem, Solution, Solver, SolveStats, Summary, report, run
 from pcdeq.solvers.solver import require_solver
@@ -72,8 +72,8 @@ def solve_adjoint(adjoint: Adjoint, solver: AnySolver) -> Solution:
 def equilibrium(equation: Equation, plan: Plan, guess: Tensor | None = None) -> tuple[Tensor, SolveStats]:
     """The fixed point of z = s(Wz + x), differentiable with respect to x and the weight, and how the solve went."""
     if plan.gradient == "implicit" and _is_ours(equation, plan):
-        words = (equation.map.kind, equation.activation.name)
-        z, summary = _Equilibrium.apply(equation.x, equation.map.weight, guess, words, plan)  # pyright: ignore[reportGeneralTypeIssues]
+        linear, name = equation.map, equation.activation.name
+        z, summary = _Equilibrium.apply(equation.x, linear.weight, guess, linear.kind, name, plan)  # pyright: ignore[reportGeneralTypeIssues]
         return z, SolveStats.of(summary, z)
     if plan.gradient == "unrolled" and torch.is_grad_enabled():
         solution = run(equation.problem(), Picard(tol=plan.solver.tol, max_steps=plan.solver.max_steps))
@@ -96,36 +96,18 @@ def _is_ours(equation: Equation, plan: Plan) -> bool:
     return solvers and equation.map.kind is not None and equation.activation.builtin
 
 
-def solve_forward(
-    x: Tensor, weight: Tensor, guess: Tensor | None, kind: str, activation: str, solver: Solver
-) -> tuple[Tensor, Summary]:
-    """The equilibrium and its summary, from tensors, words and numbers alone."""
-    solution = solve_equation(Equation(MAPS[kind](weight), ACTIVATIONS[activation], x), solver, guess)
-    return solution.value, solution.summary
-
-
-def solve_backward(
-    z: Tensor, weight: Tensor, grad: Tensor, kind: str, activation: str, solver: Solver, weighs: bool = True
-) -> tuple[Tensor, Tensor | None, Summary]:
-    """The gradients with respect to x and, if it ``weighs``, to the weight, and the summary of the adjoint solve."""
-    linear = MAPS[kind](weight)
-    slope_of_value = ACTIVATIONS[activation].slope_of_value
-    assert slope_of_value is not None and isinstance(linear, DenseMap | ConvMap)
-    solution = solve_adjoint(Adjoint(linear, slope_of_value(z), grad), solver)
-    return solution.value, linear.weight_gradient(z, solution.value) if weighs else None, solution.summary
-
-
 class _Equilibrium(torch.autograd.Function):
-    """Solve forward, solve the adjoint backward."""
+    """Solve forward, solve the adjoint backward: functions of tensors, words and numbers, which say what to build."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, x: Tensor, weight: Tensor, guess: Tensor | None, words: tuple[str, str], plan: Plan
+        ctx, x: Tensor, weight: Tensor, guess: Tensor | None, kind: str, activation: str, plan: Plan
     ) -> tuple[Tensor, Summary]:
-        z, summary = solve_forward(x, weight, guess, *words, plan.solver)  # pyright: ignore[reportArgumentType]
-        ctx.save_for_backward(z, weight)
-        ctx.words, ctx.plan, ctx.weight_shape = words, plan, weight.shape
-        return z, summary
+        equation = Equation(MAPS[kind](weight), ACTIVATIONS[activation], x)
+        solution = solve_equation(equation, plan.solver, guess)
+        ctx.save_for_backward(solution.value, weight)
+        ctx.kind, ctx.activation, ctx.plan, ctx.weight_shape = kind, activation, plan, weight.shape
+        return solution.value, solution.summary
 
     @staticmethod
     def backward(ctx, grad, _):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -133,13 +115,12 @@ class _Equilibrium(torch.autograd.Function):
         if z.shape != grad.shape or weight.shape != ctx.weight_shape or not z.dtype == weight.dtype == grad.dtype:
             raise UsageError("a hook for saved tensors gave back a tensor of another shape or dtype than it was given")
         with torch.no_grad(), no_autocast(grad.device.type):
-            kind, activation = ctx.words
-            grad_x, grad_weight, summary = solve_backward(
-                z, weight, grad, kind, activation, ctx.plan.adjoint_solver, weighs=ctx.needs_input_grad[1]
-            )
+            linear, slope = MAPS[ctx.kind](weight), ACTIVATIONS[ctx.activation].slope_of_value(z)  # pyright: ignore[reportOptionalCall]
+            solution = solve_adjoint(Adjoint(linear, slope, grad), ctx.plan.adjoint_solver)
             # Not in forward, which a gradient checkpoint runs twice: its second run must equal the first.
-            ctx.plan.told(SolveStats.of(summary, z), z, MAPS[kind](weight))
-        return *_once((grad_x, grad_weight), z), None, None, None
+            ctx.plan.told(solution.stats, z, linear)
+            grad_weight = linear.weight_gradient(z, solution.value) if ctx.needs_input_grad[1] else None
+        return *_once((solution.value, grad_weight), z), None, None, None, None
 
 
 def _with_gradient(equation: Equation, plan: Plan, z: Tensor) -> Tensor:

@@ -142,10 +142,7 @@ class PcDEQ(SolvingLayer):
             raise UsageError(f"the input must be a tensor, got {type(x).__name__}; torch.as_tensor makes one")
         if torch.compiler.is_compiling():
             # The solve decides by its residuals when to stop: outside the graph, as one opaque call.
-            return torch.compiler.disable(self._equilibrium)(x)  # pyright: ignore[reportReturnType, reportArgumentType]
-        return self._equilibrium(x)
-
-    def _equilibrium(self, x: Tensor) -> Tensor:
+            return torch.compiler.disable(self.forward)(x)  # pyright: ignore[reportReturnType, reportArgumentType]
         plan = Plan(self.solver, self.adjoint_solver, self.gradient, self.gradient_steps, self._told)
         with no_autocast(x.device.type):
             equation = self.equation(x)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pcdeq.errors import UsageError
 from pcdeq.solvers.problem import Problem, per_sample
-from pcdeq.solvers.solver import Norm, Solver, State, evaluate
+from pcdeq.solvers.solver import Norm, Solver, State
 
 
 class Safeguard(NamedTuple):
@@ -64,7 +64,9 @@ class Anderson(Solver):
         return self.decay if self.memory == 1 and self.stop == "sample" and type(self) is Anderson else None
 
     def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
-        value, residual, length = evaluate(problem, point, norm)
+        value = problem.fn(point)
+        residual = value - point
+        length = norm(residual)
         if state is None:
             power = torch.full_like(length, self.decay)
             guard = Safeguard(length, length, power, torch.ones_like(length, dtype=torch.bool))

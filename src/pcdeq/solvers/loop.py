@@ -26,16 +26,15 @@ CHECK_EVERY = 4
 
 
 def run(problem: Problem, solver: Solver) -> Solution:
-    """Solve, by a kernel where one takes the whole problem, else step by step."""
-    decay = solver.kernel_decay
-    if problem.form is not None and decay is not None and problem.steps < solver.max_steps:
+    """Solve, by a kernel where one takes the whole problem, else step by step in torch, on any device and dtype."""
+    if problem.form is not None and solver.kernel_decay is not None and problem.steps < solver.max_steps:
         solved = binding.solve(
             problem.form,
             problem.start if isinstance(problem.start, Tensor) else None,
             problem.guess,
             problem.box,
             tol=solver.tol,
-            decay=decay,
+            decay=solver.kernel_decay,
             steps_before=problem.steps,
             max_steps=solver.max_steps,
         )
@@ -43,11 +42,6 @@ def run(problem: Problem, solver: Solver) -> Solution:
             summary = Summary(*solved.summary)
             outcome = summary.outcome(solved.value.dtype)
             return Solution(solved.value, solved.steps, solved.residual, solved.converged, summary, outcome)
-    return iterate(problem, solver)
-
-
-def iterate(problem: Problem, solver: Solver) -> Solution:
-    """Solve step by step in torch, on any device and dtype, differentiably: the reference for the kernels."""
     point = solver.init(problem)
     watch = _Watch(solver, point)
     count, state = problem.steps if solver.begins_at_start else 0, None

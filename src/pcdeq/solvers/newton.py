@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pcdeq.errors import UsageError
 from pcdeq.solvers.problem import Problem
-from pcdeq.solvers.solver import Norm, Solver, State, evaluate
+from pcdeq.solvers.solver import Norm, Solver, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,10 @@ class Newton(Solver):
 
     def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
         assert problem.jacobian is not None
-        value, residual, length = evaluate(problem, point, norm)
+        value = problem.fn(point)
+        residual = value - point
         matrix = torch.eye(point[0].numel(), dtype=point.dtype, device=point.device) - problem.jacobian(point)
         change, _ = torch.linalg.solve_ex(matrix, -residual.flatten(1))
         # In exact arithmetic the step falls and stays above 0; g(z) is as good where rounding denies it.
         newton = point - change.reshape(point.shape)
-        return State(torch.where((newton <= value) & (newton >= 0), newton, value), value, residual, length)
+        return State(torch.where((newton <= value) & (newton >= 0), newton, value), value, residual, norm(residual))

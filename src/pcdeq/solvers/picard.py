@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pcdeq.solvers.problem import Problem
-from pcdeq.solvers.solver import Norm, Solver, State, evaluate
+from pcdeq.solvers.solver import Norm, Solver, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,5 +26,6 @@ class Picard(Solver):
     """
 
     def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
-        value, residual, length = evaluate(problem, point, norm)
-        return State(value, value, residual, length)
+        value = problem.fn(point)
+        residual = value - point
+        return State(value, value, residual, norm(residual))

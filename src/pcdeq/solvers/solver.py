@@ -93,13 +93,6 @@ class Solver:
         return replace(self, **options)
 
 
-def evaluate(problem: Problem, point: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """The map's value at a point, the residual there, and its norm."""
-    value = problem.fn(point)
-    residual = value - point
-    return value, residual, norm(residual)
-
-
 def require_solver(given: object, name: str) -> None:
     """Refuse what is no solver."""
     if not isinstance(given, Solver):

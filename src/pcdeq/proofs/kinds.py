@@ -17,11 +17,11 @@ from pcdeq import residual
 from pcdeq.equation import Equation
 from pcdeq.implicit import solve_equation
 from pcdeq.layers import PcDEQ
+from pcdeq.proofs import trusted
 from pcdeq.proofs.folding import fold
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
 from pcdeq.proofs.order import SINGLE_PRECISION, enclose_near
 from pcdeq.proofs.rules import Affine, Largest, Layer, PerChannel, Truncated, bound, constant, enclose, enlarge, kind
-from pcdeq.proofs.trusted import OWN_INJECTION, why_unknown_layer
 from pcdeq.solvers import Anderson
 
 
@@ -61,7 +61,7 @@ class MaxPool(Largest):
     """The largest of each window; what it is padded with is never the largest."""
 
     @classmethod
-    def why_not(cls, module: nn.MaxPool2d) -> str | None:
+    def why_not(cls, module: nn.MaxPool2d, training: bool) -> str | None:
         return "with return_indices=True it gives two tensors" if module.return_indices else None
 
     def value(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Flatten(Largest):
     """The same numbers in another shape, one sample or one batch at a time."""
 
     @classmethod
-    def why_not(cls, module: nn.Flatten) -> str | None:
+    def why_not(cls, module: nn.Flatten, training: bool) -> str | None:
         return "it puts the samples of a batch into one: start at dimension 1" if module.start_dim == 0 else None
 
     def value(self, x: Tensor) -> Tensor:
@@ -91,6 +91,8 @@ class Flatten(Largest):
 
 class Weighted(Affine):
     """An affine layer by a weight, whose first two axes are outputs and inputs, and a bias or none."""
+
+    tensors = ("weight", "bias")
 
     @abstractmethod
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -135,7 +137,7 @@ class Weighted(Affine):
 
     def _with(self, weight: Tensor, bias: Tensor) -> Layer:
         dtype = self.module.weight.dtype
-        clone: Any = constant(self.module, self.plain)
+        clone: Any = constant(self.module, self.plain, self.tensors)
         clone.weight, clone.bias = (nn.Parameter(t.to(dtype), requires_grad=False) for t in (weight, bias))
         return type(self)(clone, self.path, self.plain, self.plain)
 
@@ -160,7 +162,7 @@ class Convolution(Weighted):
     """A convolution of images, padded with zeros."""
 
     @classmethod
-    def why_not(cls, module: nn.Conv2d) -> str | None:
+    def why_not(cls, module: nn.Conv2d, training: bool) -> str | None:
         known = module.padding_mode == "zeros"
         return None if known else f"it is padded by {module.padding_mode!r}: only zeros are known"
 
@@ -186,7 +188,7 @@ class Average(Affine):
     """Averages of windows: no coefficient is negative, whatever divides them."""
 
     @classmethod
-    def why_not(cls, module: nn.AvgPool2d) -> str | None:
+    def why_not(cls, module: nn.AvgPool2d, training: bool) -> str | None:
         divisor = module.divisor_override
         return None if divisor is None or divisor > 0 else f"its divisor_override is {divisor}: it must be above 0"
 
@@ -211,29 +213,28 @@ class BatchNorm(Affine):
     """x * scale + shift for each channel, by running statistics; in training, by those of the clean batch."""
 
     varies = True
+    tensors = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
-    def per_channel(self) -> PerChannel | None:
+    @classmethod
+    def why_not(cls, module: nn.BatchNorm1d, training: bool) -> str | None:
+        if training or not (module.running_mean is None or module.running_var is None):
+            return None
+        return "what it computes depends on the batch: it needs running statistics"
+
+    def per_channel(self) -> PerChannel:
         """Both numbers made in float64 from the stored statistics."""
         module = self.module
-        if module.running_mean is None or module.running_var is None:
-            return None
         scale = torch.rsqrt(module.running_var.double() + module.eps)
         scale = scale if module.weight is None else scale * module.weight.double()
         shift = -module.running_mean.double() * scale
         return PerChannel(scale, shift if module.bias is None else shift + module.bias.double())
 
-    def _coefficients(self) -> PerChannel:
-        known = self.per_channel()
-        if known is None:
-            self.refuse("what it computes depends on the batch: it needs running statistics")
-        return known
-
     def value(self, x: Tensor) -> Tensor:
-        scale, shift = (_along(1, numbers.to(x.dtype), x) for numbers in self._coefficients())
+        scale, shift = (_along(1, numbers.to(x.dtype), x) for numbers in self.per_channel())
         return x * scale + shift
 
     def magnify(self, x: Tensor, bias: float = 0.0) -> Tensor:
-        scale, shift = self._coefficients()
+        scale, shift = self.per_channel()
         # The cancellation in shift is of float64 numbers; what it loses is relative to this size.
         size = bias * ((self.module.running_mean.double() * scale).abs() + shift.abs())
         return x * _along(1, scale.abs().to(x.dtype), x) + _along(1, size.to(x.dtype), x)
@@ -259,8 +260,8 @@ class Equilibrium(Layer):
     """An equilibrium, which rises with its input (T8): its values at the two ends are the exact hull."""
 
     @classmethod
-    def why_not(cls, module: PcDEQ) -> str | None:
-        return why_unknown_layer(module, PcDEQ)
+    def why_not(cls, module: PcDEQ, training: bool) -> str | None:
+        return trusted.why_unknown_layer(module, PcDEQ)
 
     def enclose(self, box: Box, tol: float) -> Box:
         module, shape = self._with_known_injection(), box.lower.shape
@@ -284,7 +285,7 @@ class Equilibrium(Layer):
 
     def _with_known_injection(self) -> PcDEQ:
         if self.module.injection is not None:
-            self.refuse(OWN_INJECTION)
+            self.refuse(trusted.OWN_INJECTION)
         return self.module
 
     def _solve(self, equation: Equation, tol: float) -> Tensor:
@@ -365,6 +366,8 @@ class Unknown(Layer):
         self.refuse(self.reason)
 
     def freeze(self) -> nn.Module:
+        if any(map(trusted.is_miscompiled, self.module.modules())):  # which a copy would not be
+            self.refuse(self.reason)
         try:
             return copy.deepcopy(self.module)
         except RuntimeError:  # torch's, of a tensor that was computed from others

@@ -56,7 +56,7 @@ def recognise(model: nn.Module, *, training: bool = False, leave_unknown: bool =
     """
     if reason := trusted.why_all_hooked():
         raise UsageError(reason)
-    layers = list(_walk(model, "", in_residual=False))
+    layers = list(_walk(model, "", training, in_residual=False))
     for layer in all_layers(layers):
         if isinstance(layer, Unknown) and (not leave_unknown or layer.module is model):
             layer.refuse(layer.reason)
@@ -97,9 +97,9 @@ def _is_training(layer: Layer) -> bool:
     return parametrised or (layer.varies and layer.module.training)
 
 
-def _walk(module: Any, path: str, in_residual: bool) -> Iterator[Layer]:
+def _walk(module: Any, path: str, training: bool, in_residual: bool) -> Iterator[Layer]:
     name, known = path or "model", _known_class(module)
-    reason = _why_unknown(module, known, in_residual)
+    reason = _why_unknown(module, known, training, in_residual)
     if known is None or reason is not None:
         yield Unknown(module, name, reason or "")
         return
@@ -111,7 +111,7 @@ def _walk(module: Any, path: str, in_residual: bool) -> Iterator[Layer]:
     layers = (
         layer
         for child, part in module._modules.items()
-        for layer in _walk(part, f"{path}.{child}" if path else child, in_residual or is_residual)
+        for layer in _walk(part, f"{path}.{child}" if path else child, training, in_residual or is_residual)
     )
     if is_residual:
         yield Residual(module, name, list(layers))
@@ -123,7 +123,7 @@ def _known_class(module: Any) -> type[nn.Module] | None:
     return next((cls for cls in type(module).__mro__ if cls in KINDS or cls in _CONTAINERS), None)
 
 
-def _why_unknown(module: Any, known: type[nn.Module] | None, in_residual: bool) -> str | None:
+def _why_unknown(module: Any, known: type[nn.Module] | None, training: bool, in_residual: bool) -> str | None:
     """Why it is not known what a module computes, if it is not."""
     if known is None:
         names = ("Sequential", "Residual", *sorted({entry.plain.__name__ for entry in KINDS.values()}))
@@ -131,7 +131,7 @@ def _why_unknown(module: Any, known: type[nn.Module] | None, in_residual: bool) 
     parts = module.modules() if known in KINDS else (module,)
     reason = trusted.why_changed(module, known) or next(filter(None, map(trusted.why_hooked, parts)), None)
     if reason is None and known in KINDS:
-        reason = KINDS[known].kind.why_not(module)
+        reason = KINDS[known].kind.why_not(module, training)
     if reason is None and in_residual and getattr(module, "inplace", False):
         reason = "it works in place, and changes the input that a Residual adds: use inplace=False"
     return reason

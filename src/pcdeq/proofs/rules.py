@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
@@ -37,6 +36,7 @@ class Layer(ABC):
     """One layer of a recognised network."""
 
     varies = False  # whether it computes something else in training mode
+    tensors: tuple[str, ...] = ()  # the names of what its module has learned
 
     def __init__(self, module: Any, path: str, plain: type[nn.Module], known: type[nn.Module]) -> None:
         self.module = module
@@ -45,8 +45,8 @@ class Layer(ABC):
         self.known = known  # the class by which it was recognised: the same, or a faster one of ours
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
-        """What in the options of a module is not known; None if they all are."""
+    def why_not(cls, module: Any, training: bool) -> str | None:
+        """What in the options of a module is not known, if it may be in training mode or not; None if they all are."""
         return None
 
     def refuse(self, reason: str) -> NoReturn:
@@ -67,11 +67,11 @@ class Layer(ABC):
 
     def freeze(self) -> nn.Module:
         """A copy whose parameters are constants."""
-        return constant(self.module, self.known)
+        return constant(self.module, self.known, self.tensors)
 
     def export(self, equilibrium: Callable[[PcDEQ], nn.Module]) -> nn.Module:
         """A copy made of torch's own modules; ``equilibrium`` makes those in place of equilibrium layers."""
-        return constant(self.module, self.plain)
+        return constant(self.module, self.plain, self.tensors)
 
     @property
     def commutes(self) -> bool:
@@ -120,20 +120,19 @@ def kind(*classes: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
     return register
 
 
-def constant(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+def constant(module: nn.Module, cls: type[nn.Module], tensors: Sequence[str]) -> nn.Module:
     """A module of the class with the options of another one, and its tensors, as they evaluate now, as constants."""
     clone: nn.Module = cls.__new__(cls)
     nn.Module.__init__(clone)
-    options = {name: value for name, value in vars(module).items() if name not in vars(clone)}
-    for name, value in options.items():
-        vars(clone)[name] = value.detach().clone() if isinstance(value, Tensor) else value
-    parametrised: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
-    for name in (*module._parameters, *parametrised):
+    options = {name: value for name, value in vars(module).items() if name not in (*vars(clone), *tensors)}
+    vars(clone).update(options)
+    for name in tensors:
         value: Tensor | None = getattr(module, name)
-        fixed = None if value is None else nn.Parameter(value.detach().clone(), requires_grad=False)
-        clone.register_parameter(name, fixed)
-    for name, buffer in module._buffers.items():
-        clone.register_buffer(name, None if buffer is None else buffer.clone())
+        fixed = None if value is None else value.detach().clone()
+        if name in module._buffers:
+            clone.register_buffer(name, fixed)
+        else:
+            clone.register_parameter(name, None if fixed is None else nn.Parameter(fixed, requires_grad=False))
     return clone.train(module.training)
 
 

@@ -44,10 +44,13 @@ def why_changed(module: nn.Module, known: type) -> str | None:
             return f"its {name} is set on the instance: nothing is known about what it computes"
         if now.get(name) is not method:
             return f"its {name} is overridden: nothing is known about what it computes"
+    return "its _compiled_call_impl is not its own: nothing is known about it" if is_miscompiled(module) else None
+
+
+def is_miscompiled(module: nn.Module) -> bool:
+    """Whether what a module calls as its compiled self is something else."""
     compiled = module._compiled_call_impl
-    if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl:
-        return "its _compiled_call_impl is set: nothing is known about what it computes"
-    return None
+    return compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl
 
 
 def why_hooked(module: nn.Module) -> str | None:

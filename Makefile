@@ -1,5 +1,6 @@
 # make demo     set up and train a first model on the digits that ship with the package
 # make test     set up and run the tests
+# make test-kernels     set up and run the tests of the C kernels; SANITIZE=1: built with gcc's sanitizers
 # make docs     set up and build the documentation into docs/_build; a warning is an error
 # make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
@@ -10,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help setup demo test lint docs check bench dist test-wheel clean
+.PHONY: help setup demo test test-kernels lint docs check bench dist test-wheel clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -31,6 +32,9 @@ demo: $(VENV)/.installed
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-kernels: setup
+	$(if $(SANITIZE),PYTHON=$(BIN)/python scripts/sanitize_kernels.sh,$(BIN)/python -m pytest tests/kernels)
 
 lint: setup
 	$(BIN)/ruff check .

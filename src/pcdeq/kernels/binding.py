@@ -170,7 +170,7 @@ def batch_norm(
         return None
     if not training:
         return None if _needs_graph(x, weight, bias, mean, variance) else _infer(x, weight, bias, mean, variance, eps)
-    if x.numel() == x.shape[1] or _needs_graph(mean, variance):  # torch says what is wrong
+    if x.numel() == x.shape[1] or not all(map(_is_writable, (mean, variance))):  # torch says what is wrong
         return None
     return Declared.apply(_BatchNorm(mean, variance, momentum, eps), x, weight, bias)  # pyright: ignore[reportReturnType]
 
@@ -265,6 +265,12 @@ def _is_plain(x: Tensor) -> bool:
         return False
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.untyped_storage().nbytes() >= 4 * (x.storage_offset() + last + 1)
+
+
+def _is_writable(x: Tensor) -> bool:
+    """Whether torch can write to this vector in place."""
+    frozen = x.is_inference() and not torch.is_inference_mode_enabled()
+    return not (frozen or x._is_zerotensor() or _needs_graph(x)) and (x.stride(0) > 0 or len(x) == 1)
 
 
 def _needs_graph(*tensors: Tensor) -> bool:

@@ -12,4 +12,4 @@ ls "$place"/lib/pcdeq/_kernels*.so > /dev/null # the build is optional: without 
 export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$place/lib" PCDEQ_KERNELS=1
 "$PYTHON" -c "from pcdeq.kernels.binding import _KERNELS as k; assert k.__file__.startswith('$place'), k"
-"$PYTHON" -m pytest tests/kernels -p no:cacheprovider "$@"
+"$PYTHON" -m pytest tests/kernels -p no:cacheprovider --capture=sys "$@" # the report of a sanitizer goes past Python

@@ -19,6 +19,7 @@ from pcdeq.proofs.certified import Certified, Question, solve_until
 from pcdeq.proofs.gradient import GradientEnclosure, enclose_gradient
 from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, refine
 from pcdeq.proofs.rates import Rate, a_priori_rate
+from pcdeq.proofs.trusted import require_known_layer
 from pcdeq.solvers import Anderson, Newton, Solution, SolveStats, SolvingLayer, per_sample, report
 from pcdeq.solvers.solver import require_solver
 from pcdeq.solvers.start import WarmStart
@@ -234,8 +235,7 @@ class PcDEQ(SolvingLayer):
         >>> bool(bounds.certified.all()), bool((bounds.width < 1e-4).all())
         (True, True)
         """
-        if self.injection is not None:
-            raise UsageError("enclose_gradient knows the paper's injections, not one of your own")
+        require_known_layer(self, PcDEQ)
         if grad.shape != x.shape:
             raise UsageError(f"grad must have the input's shape {tuple(x.shape)}, got {tuple(grad.shape)}")
         with no_autocast(x.device.type):

@@ -143,7 +143,7 @@ def test_bad_input_is_one_clear_line():
     layer, x = make_layer("dense", "tanh"), make_input("dense")
     with pytest.raises(pcdeq.PcdeqError, match="grad must have the input's shape"):
         layer.enclose_gradient(x, torch.ones(1))
-    with pytest.raises(pcdeq.PcdeqError, match="not one of your own"):
+    with pytest.raises(pcdeq.PcdeqError, match="an injection of your own"):
         make_layer("dense", "tanh", injection=torch.relu).enclose_gradient(x, x)
 
 

@@ -16,7 +16,7 @@ from visitors import RADIUS, VISITORS, Exported, conv, dense, deq, exported, noi
 import pcdeq
 from pcdeq.export.graph import fixed_graph, loop_graph
 from pcdeq.export.truncation import contractions, exact_logits, proved_error
-from pcdeq.models.explicit import BatchNorm2d, MaxPool3x3
+from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.intervals import Bounds, Box
 from pcdeq.proofs.network import recognise
 from pcdeq.proofs.rules import KINDS, Layer, bound, enclose, enlarge, kind
@@ -29,7 +29,6 @@ ZOO = {
     nn.Dropout: [(lambda: nn.Dropout(0.3), IMAGE), (lambda: nn.Dropout(1.0, inplace=True), ROW)],
     nn.ReLU: [(nn.ReLU, IMAGE), (lambda: nn.ReLU(inplace=True), ROW)],
     nn.MaxPool2d: [(lambda: nn.MaxPool2d(2), IMAGE), (lambda: nn.MaxPool2d(3, 2, 1, 2, ceil_mode=True), IMAGE)],
-    MaxPool3x3: [(MaxPool3x3, IMAGE)],
     nn.AvgPool2d: [
         (lambda: nn.AvgPool2d(2), IMAGE),
         (lambda: nn.AvgPool2d((3, 2), 2, 1, ceil_mode=True), IMAGE),
@@ -133,7 +132,7 @@ class TestEveryKind:
             torch.testing.assert_close(made(x.clone()), expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(module(x.clone()), expected)
         types = {type(part) for part in exported.modules()}
-        assert not types & {BatchNorm2d, MaxPool3x3} and not any(map(parametrize.is_parametrized, exported.modules()))
+        assert BatchNorm2d not in types and not any(map(parametrize.is_parametrized, exported.modules()))
 
 
 def has_equilibria(module):
@@ -168,7 +167,7 @@ STEPS = {
         lambda: norm(nn.BatchNorm2d(3)),
         lambda: norm(BatchNorm2d(3)),
         lambda: nn.AvgPool2d(1),
-        MaxPool3x3,
+        lambda: nn.MaxPool2d(3, stride=1, padding=1),
         nn.ReLU,
         nn.Dropout,
         conv,

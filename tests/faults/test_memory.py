@@ -20,8 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import pcdeq
 from pcdeq.training.optim import make_optimizer
 
-UNSAFE = pytest.mark.xfail(strict=True, reason="the C code believes an address")
-WRONG = pytest.mark.xfail(strict=True, reason="the C code believes a memory format")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about addresses, and of solves that do not converge
 
 
 def images(*shape: int) -> Tensor:
@@ -38,7 +37,7 @@ def layer_of(kind: str) -> nn.Module:
         "dense-plain": lambda: pcdeq.PcDEQLinear(256, weight_norm=False),
         "conv": lambda: pcdeq.PcDEQConv2d(4),
         "batch-norm": lambda: type(network.lift1_norm)(8),
-        "max-pool": lambda: type(network.pool1)(),
+        "max-pool": lambda: copy.deepcopy(network.pool1),
         "L": lambda: pcdeq.build("pcdeq-1-l-tanh"),
         "MC": lambda: network,
     }
@@ -75,17 +74,17 @@ def check_batch_norm(change: str, mode: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param("channels", marks=UNSAFE),
-        pytest.param("half-bias", marks=UNSAFE),
-        pytest.param("half-running_mean", marks=UNSAFE),
-        pytest.param("half-running_var", marks=UNSAFE),
-        pytest.param("short-weight", marks=UNSAFE),
-        pytest.param("short-running_var", marks=UNSAFE),
+        pytest.param("channels"),
+        pytest.param("half-bias"),
+        pytest.param("half-running_mean"),
+        pytest.param("half-running_var"),
+        pytest.param("short-weight"),
+        pytest.param("short-running_var"),
         pytest.param("half-weight"),
     ],
 )
 def test_batch_norm_refuses_what_torch_refuses(change, mode):
-    alone(check_batch_norm, change, mode)
+    check_batch_norm(change, mode)
 
 
 # The gradient of a convolution's weight
@@ -106,7 +105,6 @@ def check_weight_gradient(kind: str) -> None:
     assert refused(lambda: linear.weight_gradient(z, y))
 
 
-@UNSAFE
 @pytest.mark.parametrize(
     "kind",
     [
@@ -119,7 +117,7 @@ def check_weight_gradient(kind: str) -> None:
     ],
 )
 def test_weight_gradient_refuses_shapes_that_do_not_fit(kind):
-    alone(check_weight_gradient, kind)
+    check_weight_gradient(kind)
 
 
 # Parameters replaced between forward and backward
@@ -139,16 +137,16 @@ def check_replaced(kind: str, name: str, rows: str, columns: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "rows", "columns"),
     [
-        pytest.param("dense", "weight_v", 256, 1 << 18, marks=UNSAFE, id="dense-v-wider"),
-        pytest.param("dense", "weight_g", 2, 1, marks=UNSAFE, id="dense-g-shorter"),
-        pytest.param("conv", "weight_v", 8, 1 << 19, marks=UNSAFE, id="conv-v-wider"),
+        pytest.param("dense", "weight_v", 256, 1 << 18, id="dense-v-wider"),
+        pytest.param("dense", "weight_g", 2, 1, id="dense-g-shorter"),
+        pytest.param("conv", "weight_v", 8, 1 << 19, id="conv-v-wider"),
         pytest.param("dense", "weight_v", 128, 256, id="dense-v-shorter"),
         pytest.param("conv", "weight_v", 4, 8, id="conv-v-shorter"),
         pytest.param("conv", "weight_g", 4, 1, id="conv-g-shorter"),
     ],
 )
 def test_a_parameter_replaced_between_forward_and_backward(kind, name, rows, columns):
-    alone(check_replaced, kind, name, str(rows), str(columns))
+    check_replaced(kind, name, str(rows), str(columns))
 
 
 # The trainer's optimiser
@@ -174,7 +172,6 @@ def check_optimiser(which: str) -> None:
     torch.testing.assert_close(ours.state[model.weight][which], torchs.state[twin.weight][which], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="our AdamW writes to where its state lay before")
 @pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq", "step"])
 def test_the_optimisers_state_is_where_its_tensors_are(which):
     alone(check_optimiser, which)
@@ -246,17 +243,17 @@ def check_hook_of_one(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param("batch-norm", "double", marks=UNSAFE),
-        pytest.param("batch-norm", "half-precision", marks=UNSAFE),
-        pytest.param("batch-norm", "two-rows", marks=UNSAFE),
+        pytest.param("batch-norm", "double"),
+        pytest.param("batch-norm", "half-precision"),
+        pytest.param("batch-norm", "two-rows"),
         pytest.param("batch-norm", "twice"),
-        pytest.param("max-pool", "double", marks=UNSAFE),
-        pytest.param("max-pool", "half-precision", marks=UNSAFE),
-        pytest.param("max-pool", "two-rows", marks=UNSAFE),
-        pytest.param("max-pool", "twice", marks=UNSAFE),
+        pytest.param("max-pool", "double"),
+        pytest.param("max-pool", "half-precision"),
+        pytest.param("max-pool", "two-rows"),
+        pytest.param("max-pool", "twice"),
         pytest.param("dense", "double"),
         pytest.param("dense", "half-precision"),
-        pytest.param("dense", "two-rows", marks=UNSAFE),
+        pytest.param("dense", "two-rows"),
         pytest.param("dense", "twice"),
         pytest.param("conv", "double"),
         pytest.param("conv", "half-precision"),
@@ -265,30 +262,30 @@ def check_hook_of_one(kind: str, name: str) -> None:
     ],
 )
 def test_a_hook_that_gives_back_other_sizes_or_dtypes(kind, name):
-    alone(check_hook, kind, name)
+    check_hook(kind, name)
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param("dense", "two-rows", marks=UNSAFE),
+        pytest.param("dense", "two-rows"),
         pytest.param("dense", "twice"),
-        pytest.param("dense", "wider", marks=UNSAFE),
+        pytest.param("dense", "wider"),
         pytest.param("conv", "two-rows"),
         pytest.param("conv", "twice"),
-        pytest.param("conv", "wider", marks=UNSAFE),
+        pytest.param("conv", "wider"),
     ],
 )
 def test_a_hook_that_gives_back_one_tensor_of_another_size(kind, name):
-    alone(check_hook_of_one, kind, name)
+    check_hook_of_one(kind, name)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("batch-norm", marks=WRONG),
-        pytest.param("max-pool", marks=WRONG),
-        pytest.param("MC", marks=WRONG),
+        pytest.param("batch-norm"),
+        pytest.param("max-pool"),
+        pytest.param("MC"),
         pytest.param("dense"),
         pytest.param("conv"),
         pytest.param("L"),
@@ -316,11 +313,10 @@ def check_fake(kind: str, mode: str) -> None:
         assert y.shape == expected
 
 
-@UNSAFE
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("kind", ["dense", "conv", "batch-norm", "max-pool", "L"])
 def test_fake_tensors(kind, mode):
-    alone(check_fake, kind, mode)
+    check_fake(kind, mode)
 
 
 # What a warm start has learned
@@ -362,15 +358,15 @@ def check_warm_start(kind: str, change: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "mode"),
     [
-        pytest.param("dense", "meta", "inference", marks=UNSAFE),
-        pytest.param("dense-plain", "meta", "training", marks=UNSAFE),
+        pytest.param("dense", "meta", "inference"),
+        pytest.param("dense-plain", "meta", "training"),
         pytest.param("dense", "sizes-and-dtypes", "inference"),
         pytest.param("dense", "sizes-and-dtypes", "training"),
         pytest.param("conv", "sizes-and-dtypes", "inference"),
     ],
 )
 def test_buffers_of_the_warm_start(kind, change, mode):
-    alone(check_warm_start, kind, change, mode)
+    check_warm_start(kind, change, mode)
 
 
 if __name__ == "__main__":

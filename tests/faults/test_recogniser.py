@@ -18,11 +18,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import pcdeq
 from pcdeq.errors import UsageError
-from pcdeq.guarantees.robust import worst_case_scores
 from pcdeq.operators import Dense
-
-FALSE = pytest.mark.xfail(strict=True, reason="believes a module's class, not what it computes")
-
+from pcdeq.proofs.worst_case import worst_case_scores
 
 # Ways to compute something else than the class says
 
@@ -172,7 +169,6 @@ def assert_no_false_proof(model: Any, x: Tensor, radius: float = 0.0) -> None:
 # Proofs
 
 
-@FALSE
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_no_false_proof(kind):
     assert_no_false_proof(evaluated(NETWORKS[kind]()), 2 * torch.randn(200, 6))
@@ -185,7 +181,6 @@ def test_a_proof_of_a_usual_network():
     assert pcdeq.certify(model, x).share == 1
 
 
-@FALSE
 @pytest.mark.parametrize("child", [nn.Dropout(0.9), nn.BatchNorm2d(2)], ids=["dropout", "batch-norm"])
 def test_no_false_proof_where_a_child_trains(child):
     model = evaluated(network(child, nn.Flatten(), nn.Linear(8, 6)))
@@ -193,7 +188,6 @@ def test_no_false_proof_where_a_child_trains(child):
     assert_no_false_proof(model, 3 + 2 * torch.randn(200, 2, 2, 2))
 
 
-@FALSE
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
@@ -209,7 +203,6 @@ def test_no_false_proof_of_boxes(make, shape):
     assert_no_false_proof(evaluated(make()), 0.5 * torch.randn(200, *shape), radius=0.5)
 
 
-@FALSE
 @pytest.mark.parametrize("register", [register_module_forward_hook, before_all], ids=["hook", "pre-hook"])
 @pytest.mark.parametrize("kind", [nn.Linear, pcdeq.PcDEQLinear], ids=["linear", "pcdeq"])
 def test_no_false_proof_under_hooks_of_all_modules(kind, register):
@@ -234,14 +227,11 @@ def assert_no_false_bound(model: Any, x: Tensor, radius: float = 0.1) -> None:
         assert bool((found - found.gather(1, labels[:, None]) <= worst + 1e-3).all())
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "effective-weight" else FALSE) for kind in NETWORKS]
-)
+@pytest.mark.parametrize("kind", NETWORKS)
 def test_no_false_bound(kind):
     assert_no_false_bound(evaluated(NETWORKS[kind]()), 2 * torch.randn(100, 6))
 
 
-@FALSE
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
@@ -257,7 +247,6 @@ def test_no_false_bound_of_other_maps(make, shape):
     assert_no_false_bound(evaluated(make()), 0.5 * torch.randn(100, *shape), radius=0.5)
 
 
-@FALSE
 @pytest.mark.parametrize("register", [register_module_forward_hook, before_all], ids=["hook", "pre-hook"])
 def test_no_false_bound_under_hooks_of_all_modules(register):
     model, x = evaluated(network(nn.Linear(6, 6), nn.ReLU())), 2 * torch.randn(100, 6)
@@ -265,7 +254,6 @@ def test_no_false_bound_under_hooks_of_all_modules(register):
         assert_no_false_bound(model, x)
 
 
-@pytest.mark.xfail(strict=True, reason="certify knows Dropout, the certified loss does not")
 def test_the_certified_loss_knows_what_certify_knows():
     model, x = evaluated(network(nn.Linear(6, 6), nn.Dropout())), torch.randn(10, 6)
     labels = pcdeq.certify(model, x).classes
@@ -374,16 +362,12 @@ def assert_not_frozen_wrong(model: Any, x: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [
-        *(pytest.param(*case, marks=FALSE, id=kind) for kind, case in WRONG_FROZEN.items()),
-        *(pytest.param(*case, id=kind) for kind, case in RIGHT_FROZEN.items()),
-    ],
+    [pytest.param(*case, id=kind) for kind, case in (WRONG_FROZEN | RIGHT_FROZEN).items()],
 )
 def test_a_frozen_network_is_the_same_or_refused(make, shape):
     assert_not_frozen_wrong(make(), torch.randn(shape))
 
 
-@FALSE
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, pcdeq.PcDEQLinear], ids=["batch-norm", "pcdeq"])
 def test_freezing_under_hooks_of_all_modules(kind):
     with hook_of_all(register_module_forward_hook, kind):

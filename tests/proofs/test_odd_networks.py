@@ -189,8 +189,10 @@ def with_weight(layer):
 def visit(visitor, make, shape=(5,)):
     torch.manual_seed(0)
     model, x = make().double().eval(), torch.randn(20, *shape, dtype=torch.float64)
+    given = x.clone()
     with torch.no_grad():
         visitor(model, x, model(x.clone()))
+    assert torch.equal(x, given)
 
 
 @pytest.mark.parametrize(

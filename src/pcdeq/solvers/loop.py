@@ -49,8 +49,7 @@ def run(problem: Problem, solver: Solver) -> Solution:
         watch.look(State(point, point, point, watch.norm(point)), count)
     while count < solver.max_steps and watch.goes_on:
         count += 1
-        state = solver.step(problem, state, point, watch.norm)
-        watch.look(state, count)
+        state = watch.look(solver.step(problem, state, point, watch.norm), count)
         point = state.point
     return watch.solution(point if state is None else state.value, count)
 
@@ -70,8 +69,8 @@ class _Watch:
         self.value: Tensor | None = None  # of the samples that are done
         self.goes_on = len(like) > 0
 
-    def look(self, state: State, count: int) -> None:
-        """Take down what is done after so many steps.
+    def look(self, state: State, count: int) -> State:
+        """Take down what is done after so many steps, and return the state, with its length measured again if need be.
 
         On an accelerator the host asks only every few steps: what is done is put aside, so that steps too many change
         nothing. Under the batch rule they would.
@@ -90,10 +89,11 @@ class _Watch:
             elif bool((_is_sure(length, size) | ~(near & self.active)).all()):
                 self._take_down(near, state.value, count)
             else:
-                self._measure_again(state, count)
+                state = self._measure_again(state, count)
             self.goes_on = bool(self.active.any())
+        return state
 
-    def _measure_again(self, state: State, count: int) -> None:
+    def _measure_again(self, state: State, count: int) -> State:
         """Take down what is done by norms that cannot under- or overflow, from now on; give up what is lost."""
         self.norm = careful_norm_of_each
         length, size = self.norm(state.residual), self.norm(state.value)
@@ -102,6 +102,7 @@ class _Watch:
         # Not so a sample whose value is infinite but whose next point is not: a proposal that was refused.
         lost = self.active & ~state.point.isfinite().flatten(1).all(1)
         self.steps, self.active = torch.where(lost, count, self.steps), self.active & ~lost
+        return state._replace(length=length)  # the next step compares it with one of these norms
 
     def _take_down(self, done: Tensor, value: Tensor, count: int) -> None:
         done = done & self.active

@@ -19,6 +19,7 @@ WHAT = {
     "training": "loop, run folder, evaluation",
     "guarantees": "certify, check, theory",
     "models": "the paper's networks by name",
+    "testing": "what a part must do",
     "layers": "PcDEQ: injection + operator + activation + solver",
     "solving": "what a solve leaves",
     "implicit": "the one autograd function: solve forward, solve the adjoint backward",

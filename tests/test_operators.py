@@ -1,11 +1,10 @@
-"""Operators: one conformance class that each of them passes, and the weight that cannot become negative."""
+"""Operators: each passes `OperatorConformance`; and the weight that cannot become negative."""
 
 from __future__ import annotations
 
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from problems import STATES, Circulant, Graph, as_array, matrix_of, normalised
@@ -14,82 +13,23 @@ from torch import Tensor, nn
 import pcdeq
 from pcdeq.errors import UsageError
 from pcdeq.operators import Conv, Dense
+from pcdeq.testing import OperatorConformance
 
 
-class OperatorConformance:
-    """What every operator must do. A subclass says how to build one and which matrix it stands for."""
+class OurOperator(OperatorConformance):
+    """What every operator must do, and what those that leave the parameters to `Operator` do beyond."""
 
-    state: tuple[int, ...]
+    name: str
 
     def build(self, weight_norm: bool = True) -> pcdeq.Operator:
         raise NotImplementedError
 
-    def matrix(self, weight: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
-
-    def weight(self) -> Tensor:
-        shape = self.build(weight_norm=False).weight.shape
-        return torch.rand(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-    def bound(self, dtype: torch.dtype = torch.float64) -> tuple[pcdeq.LinearMap, Tensor]:
-        """A map with a random weight, and its matrix."""
-        weight = self.weight().to(dtype)
-        return self.build().to(dtype).bind(weight), torch.from_numpy(self.matrix(as_array(weight)))
-
-    def states(self, samples: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.rand(samples, *self.state, dtype=torch.float64).to(dtype)
-
-    def test_apply_is_the_product_with_the_matrix(self):
-        linear, matrix = self.bound()
-        z = self.states()
-        torch.testing.assert_close(linear.apply(z).flatten(1), z.flatten(1) @ matrix.T, rtol=1e-13, atol=1e-14)
-
-    def test_adjoint_is_the_product_with_the_transpose(self):
-        linear, matrix = self.bound()
-        y = self.states() - 0.5
-        torch.testing.assert_close(linear.adjoint(y).flatten(1), y.flatten(1) @ matrix, rtol=1e-13, atol=1e-14)
-
-    def test_weight_gradient_is_the_derivative_of_the_inner_product(self):
-        weight = self.weight()
-        z, y = self.states(), self.states() - 0.5
-        gradient = self.build().double().bind(weight).weight_gradient(z, y)
-        assert gradient.shape == weight.shape
-        expected = torch.empty_like(weight)
-        for index in np.ndindex(*weight.shape):  # <y, Wz> is linear in W: a difference of any size is exact
-            unit = np.zeros(weight.shape)
-            unit[index] = 1.0
-            image = z.flatten(1) @ torch.from_numpy(self.matrix(unit)).T
-            expected[index] = (y.flatten(1) * image).sum()
-        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-13)
-
-    def test_matrix_is_the_matrix(self):
-        linear, matrix = self.bound()
-        torch.testing.assert_close(linear.matrix(torch.Size(self.state)), matrix, rtol=1e-14, atol=0)
-
-    def test_adjoint_and_weight_gradient_work_without_grad_mode_and_build_no_graph(self):
-        linear, _ = self.bound()
-        with torch.no_grad():
-            results = linear.adjoint(self.states()), linear.weight_gradient(self.states(), self.states())
-        assert not any(result.requires_grad for result in results)
-
-    def test_samples_do_not_mix(self):
-        linear, _ = self.bound()
-        z = self.states()
-        for i in range(len(z)):
-            torch.testing.assert_close(linear.apply(z)[i], linear.apply(z[i : i + 1])[0], rtol=1e-14, atol=1e-15)
-
-    def test_rounding_error_is_within_the_stated_number_of_terms(self):
-        # T9: a float32 product is off by at most terms * eps, relative, because nothing cancels.
-        linear, _ = self.bound(torch.float32)
-        exact = torch.from_numpy(self.matrix(as_array(linear.weight)))
-        z = self.states(samples=50, dtype=torch.float32)
-        expected = z.double().flatten(1) @ exact.T
-        error = (linear.apply(z).double().flatten(1) - expected).abs() / expected.clamp(min=1e-30)
-        assert error.max() <= linear.terms(torch.Size(self.state)) * torch.finfo(torch.float32).eps
+    def matrix(self, weight: Tensor) -> Tensor:
+        return torch.from_numpy(matrix_of(self.name, as_array(weight), self.state))
 
     def test_terms_count_every_entry_of_a_row(self):
-        linear, matrix = self.bound()
-        assert linear.terms(torch.Size(self.state)) >= int((matrix != 0).sum(1).max())
+        entries = int((self.images() != 0).sum(1).max())
+        assert self.bound().terms(torch.Size(self.state)) >= entries
 
     def test_start_is_the_paper_s(self):
         operator = self.build()
@@ -114,21 +54,8 @@ class OperatorConformance:
         torch.testing.assert_close(operator.effective_weight(), torch.from_numpy(expected), rtol=1e-14, atol=0)
 
     @pytest.mark.parametrize("weight_norm", [True, False])
-    def test_effective_weight_is_nonnegative_whatever_the_parameters(self, weight_norm):
-        operator = self.build(weight_norm)
-        with torch.no_grad():
-            for parameter in operator.parameters():
-                parameter.normal_()
-        weight = operator.effective_weight()
-        assert (weight >= 0).all()
-        assert weight.isfinite().all()
-
-    @pytest.mark.parametrize("weight_norm", [True, False])
-    def test_effective_weight_is_differentiable(self, weight_norm):
+    def test_effective_weight_is_differentiable_and_nonnegative(self, weight_norm):
         operator = self.build(weight_norm).double()
-        with torch.no_grad():
-            for parameter in operator.parameters():
-                parameter.uniform_(0.2, 1.0)
         names, parameters = zip(*operator.named_parameters(), strict=True)
 
         def weight(*values):
@@ -136,7 +63,11 @@ class OperatorConformance:
                 _Effective(operator), {f"operator.{n}": p for n, p in zip(names, values, strict=True)}, ()
             )
 
-        assert torch.autograd.gradcheck(weight, [p.detach().requires_grad_() for p in parameters])
+        inside = [torch.empty_like(p).uniform_(0.2, 1.0).requires_grad_() for p in parameters]
+        assert torch.autograd.gradcheck(weight, inside)
+        found = weight(*map(torch.randn_like, parameters))
+        assert (found >= 0).all()
+        assert found.isfinite().all()
 
 
 class _Effective(nn.Module):
@@ -148,34 +79,28 @@ class _Effective(nn.Module):
         return self.operator.effective_weight()
 
 
-class TestDense(OperatorConformance):
+class TestDense(OurOperator):
+    name = "dense"
     state = (5,)
 
     def build(self, weight_norm=True):
         return Dense(5, weight_norm=weight_norm)
 
-    def matrix(self, weight):
-        return matrix_of("dense", weight, self.state)
 
-
-class TestConv1d(OperatorConformance):
+class TestConv1d(OurOperator):
+    name = "conv1d"
     state = (2, 6)
 
     def build(self, weight_norm=True):
         return Conv(1, 2, weight_norm=weight_norm)
 
-    def matrix(self, weight):
-        return matrix_of("conv1d", weight, self.state)
 
-
-class TestConv2d(OperatorConformance):
+class TestConv2d(OurOperator):
+    name = "conv2d"
     state = (2, 4, 3)
 
     def build(self, weight_norm=True):
         return Conv(2, 2, weight_norm=weight_norm)
-
-    def matrix(self, weight):
-        return matrix_of("conv2d", weight, self.state)
 
 
 class TestConv2dWideKernelOnSmallImage(TestConv2d):
@@ -190,38 +115,32 @@ class TestConv2dPointwise(TestConv2d):
         return Conv(2, 2, kernel_size=1, weight_norm=weight_norm)
 
 
-class TestConv3d(OperatorConformance):
+class TestConv3d(OurOperator):
+    name = "conv3d"
     state = (2, 2, 3, 2)
 
     def build(self, weight_norm=True):
         return Conv(3, 2, weight_norm=weight_norm)
 
-    def matrix(self, weight):
-        return matrix_of("conv3d", weight, self.state)
 
-
-class TestGraph(OperatorConformance):
+class TestGraph(OurOperator):
     """A user's operator with apply and adjoint."""
 
+    name = "graph"
     state = STATES["graph"]
 
     def build(self, weight_norm=True):
         return Graph(weight_norm=weight_norm)
 
-    def matrix(self, weight):
-        return matrix_of("graph", weight, self.state)
 
-
-class TestCirculant(OperatorConformance):
+class TestCirculant(OurOperator):
     """A user's operator with apply alone."""
 
+    name = "circulant"
     state = STATES["circulant"]
 
     def build(self, weight_norm=True):
         return Circulant(weight_norm=weight_norm)
-
-    def matrix(self, weight):
-        return matrix_of("circulant", weight, self.state)
 
 
 class TestTheClamp:

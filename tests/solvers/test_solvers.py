@@ -23,6 +23,7 @@ from problems import (
 import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
 from pcdeq.solvers import Problem, run
+from pcdeq.testing import SolverConformance
 
 SOLVERS = {
     "picard": pcdeq.Picard,
@@ -63,17 +64,11 @@ class TestKnownAnswers:
         expected = torch.from_numpy(reference_solution("dense", activation, layer, x))
         torch.testing.assert_close(layer.solve(x).value, expected, rtol=1e-9, atol=0)
 
-    @pytest.mark.parametrize("solver", ["picard", "anderson"])
-    def test_maps_of_no_known_structure(self, solver):
-        solver = SOLVERS[solver](tol=1e-12)
-        cosine = run(Problem(torch.cos, torch.zeros(1, 1).double()), solver)
-        assert cosine.value.item() == pytest.approx(0.7390851332151607, rel=1e-11)
-        matrix = torch.tensor([[0.2, -0.5], [0.4, 0.1]]).double()
-        linear = run(Problem(lambda z: z @ matrix.T + 1, torch.zeros(1, 2).double()), solver)
-        torch.testing.assert_close(linear.value[0], torch.linalg.solve(torch.eye(2) - matrix, torch.ones(2).double()))
 
+class TestPicard(SolverConformance):
+    def build(self, **options):
+        return pcdeq.Picard(**options)
 
-class TestPicard:
     def test_counts_the_step_from_0_and_stops_by_the_rule(self):
         # z <- z/2 + 1 from 1 (standing for one step): residual 2^-k / value; by hand below.
         z, steps = 1.0, 1
@@ -106,7 +101,10 @@ class TestPicard:
             last = z
 
 
-class TestAnderson:
+class TestAnderson(SolverConformance):
+    def build(self, **options):
+        return pcdeq.Anderson(**options)
+
     @pytest.mark.parametrize("activation", PAPER_ACTIVATIONS)
     def test_needs_fewer_products_than_plain_iteration(self, activation):
         layer = make_layer("dense", activation, gain=0.5, floor=0.01)
@@ -132,6 +130,11 @@ class TestAnderson:
         assert single.value.dtype == torch.float32
         torch.testing.assert_close(single.value.double(), double.value, rtol=1e-4, atol=0)
         assert (single.steps - double.steps).abs().max() <= 1
+
+
+class TestAndersonWithMoreMemory(SolverConformance):
+    def build(self, **options):
+        return pcdeq.Anderson(memory=3, **options)
 
 
 class TestFastPath:
@@ -196,7 +199,12 @@ class TestFastPath:
         torch.testing.assert_close(fast.value, plain.value, rtol=1e-5, atol=0)
 
 
-class TestNewton:
+class TestNewton(SolverConformance):
+    any_map = False  # it needs a Jacobian
+
+    def build(self, **options):
+        return pcdeq.Newton(**options)
+
     @each_activation
     @each_operator
     def test_converges_in_a_handful_of_steps_from_above(self, operator, activation):
@@ -255,17 +263,6 @@ class TestSolution:
         assert (solution.steps == max_steps).all()
         # What is returned is an iterate: within the box, no uninitialised memory.
         assert ((solution.value >= layer.equation(x).at_zero()) & (solution.value <= 1)).all()
-
-    def test_evaluations_are_what_is_counted(self, solver):
-        calls = []
-        layer = make_layer("dense", gain=1.0)
-        problem = layer.equation(make_input("dense", samples=1)).problem()
-        counted = dataclasses.replace(
-            problem, fn=lambda z: (calls.append(1), problem.fn(z))[1], start=problem.first(), form=None
-        )
-        solution = run(counted, SOLVERS[solver]())
-        # All but Newton start at g(0), a step whose product is free.
-        assert solution.steps.item() == len(calls) + (solver != "newton")
 
     def test_message_names_the_numbers_and_what_to_change(self, solver):
         layer = make_layer("dense", solver=SOLVERS[solver](tol=1e-15, max_steps=2))
@@ -491,11 +488,3 @@ class TestNeighbours:
         together = gradient(x)
         for i in range(4):
             torch.testing.assert_close(gradient(x[i : i + 1])[0], together[i], rtol=1e-9, atol=1e-12)
-
-    @each_solver
-    def test_under_the_batch_rule_all_samples_share_one_count(self, solver):
-        layer = make_layer("dense", "tanh", gain=1.5, solver=SOLVERS[solver](stop="batch"))
-        solution = layer.solve(make_input("dense", samples=6) * 3)
-        assert solution.steps.unique().numel() == 1
-        assert solution.residual.unique().numel() == 1
-        assert solution.converged.all()

@@ -33,7 +33,7 @@ def early_answers(model: torch.nn.Sequential, images: torch.Tensor) -> None:
     rest, front = torch.nn.Sequential(norm, classifier), torch.nn.Sequential(*before)
     with torch.no_grad():
         x = front(images)
-        early = deq.solve(x, solver=pcdeq.Picard(stop="decided"), decided=class_decided(rest))
+        early = deq.solve(x, solver=pcdeq.Picard(), until=class_decided(rest))
         full = deq.solve(x, solver=pcdeq.Picard(tol=1e-6))
         same = rest(early.value).argmax(1) == rest(full.value).argmax(1)
     print(f"   settled for {int(early.converged.sum())} of {len(images)} images, the same class for {int(same.sum())}")

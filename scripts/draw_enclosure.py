@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 import pcdeq
 from pcdeq.proofs.order import enclose_near
+from pcdeq.solvers import run
 
 TARGET = Path(__file__).parents[1] / "docs" / "img" / "enclosure.png"
 STEPS = 14
@@ -21,7 +22,7 @@ def main() -> None:
         layer.operator.weight_v.uniform_()
         layer.operator.weight_g.fill_(0.55)
         equation = layer.equation(0.3 * torch.randn(1, 20).double())
-        exact = pcdeq.Anderson(tol=1e-14, max_steps=500).solve(equation.problem()).value
+        exact = run(equation.problem(), pcdeq.Anderson(tol=1e-14, max_steps=500)).value
         below, above = torch.zeros_like(exact), torch.ones_like(exact)
         lower, upper, errors, widths = [], [], [], []
         for _ in range(STEPS):

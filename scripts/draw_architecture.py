@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -14,88 +15,121 @@ WHAT = {
     "cli": "parse, call, print; errors become one line",
     "commands": "one dataclass a command: its fields are the options",
     "report": "tables, figures, claims, the page",
-    "reproduce": "many runs: one by one, Ray",
-    "export": "the Hub, ONNX, torch.export",
+    "reproduce": "many runs, also on Ray",
+    "export": "ONNX, torch.export",
     "training": "loop, run folder, evaluation",
-    "guarantees": "certify, check, theory",
-    "models": "the paper's networks by name",
-    "testing": "what a part must do",
+    "models": "networks by name, baselines",
+    "theory": "what is known of any map",
+    "proofs.worst_case": "the certified loss",
+    "proofs.certify": "classes, proved",
+    "proofs.check": "which theorem holds",
+    "testing": "for those who extend it",
+    "proofs.network": "the recogniser: a network as known layers",
+    "proofs.kinds": "one entry a kind of layer, with all its rules",
+    "proofs.folding": "what can be one layer",
+    "proofs.rules": "what a kind of layer must know",
+    "proofs.intervals": "boxes, rounded outward",
+    "residual": "x + f(x), known to all of them",
+    "proofs.trusted": "is it what it is called?",
     "layers": "PcDEQ: injection + operator + activation + solver",
-    "solving": "what a solve leaves",
     "implicit": "the one autograd function: solve forward, solve the adjoint backward",
-    "native": "a small dense layer in two calls of C",
-    "rule": "a layer, but its tensors",
-    "rates": "steps known in advance",
-    "sensitivity": "bounds on gradients",
-    "enclosure": "bounds on z*",
+    "proofs.certified": "a solve until a bound or a question is met",
+    "proofs.gradient": "bounds on gradients",
+    "proofs.order": "bounds on z*",
+    "proofs.rates": "steps known in advance",
     "injection": "input -> [0, inf)",
-    "warmstart": "where to start",
-    "equation": "z = s(Wz + x): one map, one activation, one batch",
+    "equation": "z = s(Wz + x) and its adjoint, as problems",
     "activations": "s: value, slope, sup",
     "operators": "W >= 0: apply, adjoint",
-    "solvers": "Picard, Anderson, Newton",
+    "solvers": "one loop; init and step",
     "files": "whole or not at all",
+    "kernels": "C, and the one way to it",
     "errors": "one type, few children",
-    "kernels": "C, where it pays",
     "data": "images as tensors",
     "recipes": "the paper's tables",
 }
-COLOURS = ("#f1e6f7", "#e3ecf9", "#e2f3ec", "#fbf1dd", "#eeeeee")
-WIDTH, ROW, GAP, LEFT, SIDE = 900, 46, 9, 16, 190
+# By what a module is about: commands, runs, networks and layers, proofs, the equation, the ground, the data.
+COLOURS = {
+    "#f1e6f7": {"cli", "commands"},
+    "#e3ecf9": {"report", "reproduce", "export", "training"},
+    "#e2f3ec": {"models", "layers", "implicit", "residual", "testing"},
+    "#fde6e1": {"proofs", "theory"},
+    "#fbf1dd": {"injection", "equation", "activations", "operators", "solvers"},
+    "#eeeeee": {"files", "kernels", "errors"},
+    "#e9f1f4": {"data", "recipes"},
+}
+WIDTH, SIDE, LEFT, TOP, GAP = 900, 130, 16, 14, 8
+LINE, CHARACTER, LETTER = 16, 6.2, 8.5  # pixels: the height of a line, the width of a character, of one of a name
+INDENT = 160  # of what a module is, where it stands beside its name
+STYLE = ".name { font-size: 14px; font-weight: 600; fill: #111 } .what { font-size: 12px; fill: #444 }"
+NOTE = "A module imports only from rows below its own; data and recipes import only errors. import-linter keeps it."
 
 
-def colour(modules: list[str]) -> str:
-    """By what the row is about: commands, runs, networks and layers, the mathematics of one layer, the ground."""
-    groups = (
-        {"cli", "commands"},
-        {"report", "reproduce", "export", "training"},
-        {"guarantees", "models", "layers", "implicit", "native"},
-        {"errors", "kernels", "files"},
-    )
-    for group, shade in zip(groups, (*COLOURS[:3], COLOURS[4]), strict=True):
-        if group & set(modules):
-            return shade
-    return COLOURS[3]
+def lines_of(name: str, width: float) -> list[str]:
+    """What a module is, in lines that fit."""
+    return textwrap.wrap(WHAT[name], int((width - 10) / CHARACTER))
 
 
-def box(x: float, y: float, width: float, height: float, name: str, shade: str) -> str:
-    middle = x + width / 2
-    name_y, what_y = (y + height / 2 - 4, y + height / 2 + 13) if name in WHAT else (y + height / 2 + 5, 0)
+def widths_of(names: list[str], whole: float) -> list[float]:
+    """Of the modules of a row: room for the name, and a part of what is left."""
+    least = [LETTER * max(len(name), 12) + 10 for name in names]
+    rest = (whole - GAP * (len(names) - 1) - sum(least)) / len(names)
+    return [width + rest for width in least]
+
+
+def height_of(names: list[str], widths: list[float]) -> float:
+    """Of a row: a module alone has its name and what it is on one line."""
+    if len(names) == 1:
+        return 2 * LINE
+    return (1.8 + max(len(lines_of(*pair)) for pair in zip(names, widths, strict=True))) * LINE
+
+
+def box(x: float, y: float, width: float, height: float, name: str) -> list[str]:
+    """One module."""
+    (shade,) = (shade for shade, names in COLOURS.items() if name.split(".")[0] in names)
     place = f'x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
-    lines = [
-        f'<rect {place} rx="6" fill="{shade}" stroke="#999"/>',
-        f'<text x="{middle:.0f}" y="{name_y:.0f}" class="name">{name}</text>',
-    ]
-    if name in WHAT:
-        lines.append(f'<text x="{middle:.0f}" y="{what_y:.0f}" class="what">{escape(WHAT[name])}</text>')
-    return "\n".join(lines)
+    parts = [f'<rect {place} rx="5" fill="{shade}" stroke="#999"/>']
+    middle, centre = x + width / 2, y + height / 2 + 5
+    if height <= 2 * LINE:
+        name_x, what_x = x + 14, x + INDENT
+        parts.append(f'<text x="{name_x:.0f}" y="{centre:.0f}" class="name" text-anchor="start">{name}</text>')
+        what = f'y="{centre:.0f}" class="what" text-anchor="start">{escape(WHAT[name])}'
+        return [*parts, f'<text x="{what_x:.0f}" {what}</text>']
+    lines = lines_of(name, width)
+    first = centre - LINE * len(lines) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{first:.0f}" class="name">{name}</text>')
+    for number, line in enumerate(lines, start=1):
+        parts.append(f'<text x="{middle:.0f}" y="{first + LINE * number:.0f}" class="what">{escape(line)}</text>')
+    return parts
 
 
 def main() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    rows = [re.findall(r"pcdeq\.(\w+)", row) for row in contracts[0]["layers"]]
-    beside = re.findall(r"pcdeq\.(\w+)", " ".join(contracts[1]["source_modules"]))
-    height = len(rows) * (ROW + GAP) + 56
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="system-ui, sans-serif" text-anchor="middle">',
-        "<style>.name { font-size: 15px; font-weight: 600 } .what { font-size: 12px; fill: #444 }</style>",
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-    ]
-    main_width = WIDTH - 2 * LEFT - SIDE - 2 * GAP
-    for index, modules in enumerate(rows):
-        width = (main_width - GAP * (len(modules) - 1)) / len(modules)
-        for column, name in enumerate(modules):
-            parts.append(
-                box(LEFT + column * (width + GAP), 14 + index * (ROW + GAP), width, ROW, name, colour(modules))
-            )
-    side_x, top = WIDTH - LEFT - SIDE, 14 + 3 * (ROW + GAP)
-    side_height = ((len(rows) - 1) * (ROW + GAP) - 3 * (ROW + GAP) - GAP * len(beside)) / len(beside)
+    rows = [re.findall(r"pcdeq\.([\w.]+)", row) for row in contracts[0]["layers"]]
+    beside = re.findall(r"pcdeq\.([\w.]+)", " ".join(contracts[1]["source_modules"]))
+    if wrong := set(WHAT) ^ {*(name for names in rows for name in names), *beside}:
+        raise SystemExit(f"WHAT must say what each module of pyproject.toml is, no other: {', '.join(sorted(wrong))}")
+    inner, y, parts, edges = WIDTH - 2 * LEFT - SIDE - 2 * GAP, TOP, [], {}
+    for names in rows:
+        x, widths = LEFT, widths_of(names, inner)
+        height = height_of(names, widths)
+        for name, width in zip(names, widths, strict=True):
+            parts += box(x, y, width, height, name)
+            x += width + GAP
+            edges[name] = y
+        y += height + GAP
+    top, bottom = edges["training"], edges["errors"] - GAP  # beside the rows that use them
+    each = (bottom - top - GAP * (len(beside) - 1)) / len(beside)
     for index, name in enumerate(beside):
-        parts.append(box(side_x, top + index * (side_height + GAP), SIDE, side_height, name, COLOURS[1]))
-    note = "A module imports only from rows below its own; data and recipes import only errors. import-linter keeps it."
-    parts += [f'<text x="{WIDTH / 2:.0f}" y="{height - 18}" class="what">{note}</text>', "</svg>\n"]
-    TARGET.write_text("\n".join(parts))
+        parts += box(WIDTH - LEFT - SIDE, top + index * (each + GAP), SIDE, each, name)
+    size = f'viewBox="0 0 {WIDTH} {y + 28:.0f}" width="{WIDTH}" height="{y + 28:.0f}"'
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, sans-serif" text-anchor="middle">',
+        f"<style>{STYLE}</style>",
+        f'<rect width="{WIDTH}" height="{y + 28:.0f}" fill="white"/>',
+    ]
+    note = f'<text x="{WIDTH / 2:.0f}" y="{y + 14:.0f}" class="what">{NOTE}</text>'
+    TARGET.write_text("\n".join([*head, *parts, note, "</svg>\n"]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ exist and parse. There are no others but ``text`` and Sphinx's directives.
 from __future__ import annotations
 
 import doctest
+import pkgutil
 import re
 import runpy
 import shlex
@@ -161,8 +162,16 @@ def test_every_public_name_has_an_example(name):
 def test_the_diagram_shows_every_module():
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
     diagram = (DOCS / "img" / "architecture.svg").read_text()
-    for module in re.findall(r"pcdeq\.(\w+)", " ".join(layers)):
+    for module in re.findall(r"pcdeq\.([\w.]+)", " ".join(layers)):
         assert f">{module}<" in diagram, f"docs/img/architecture.svg lacks {module}"
+
+
+def test_the_walk_through_a_layer_names_what_there_is():
+    (walk,) = (text for _, text, _ in blocks(DOCS / "contributing.md") if text.startswith("z = layer(x)"))
+    names = re.findall(r"^  (\w+\.[\w.]+) ", walk + " ", flags=re.MULTILINE)
+    assert len(names) >= 14
+    for name in names:
+        assert callable(pkgutil.resolve_name(f"pcdeq.{name}")), name
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "img").iterdir()), ids=lambda path: path.name)

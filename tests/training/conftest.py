@@ -1,7 +1,11 @@
-"""A run short enough to be made many times."""
+"""A run short enough to be made many times, and what two processes make together, once."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,3 +26,24 @@ def tiny(tiny_data: Path, tmp_path: Path) -> TrainConfig:
         device="cpu",
         out=tmp_path / "run",
     )
+
+
+@pytest.fixture(scope="session")
+def both(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes have made: the gradients of either, ``plain`` and ``robust``, their runs, and ``out``."""
+    folder = tmp_path_factory.mktemp("both")
+    same = ("--data", str(tiny_data), "--device", "cpu", "--channels", "16", "--batch-size", "50", "--json")
+    plain = ("train", "pcdeq-1-l-tanh", *same, "--out", str(folder / "plain"), "--epochs", "4", "--lr", "3e-3")
+    robust = ("train", "pcdeq-1-l-tanh", *same, "--out", str(folder / "robust"), "--epochs", "2")
+    (folder / "commands.json").write_text(json.dumps([plain, (*robust, "--robust-radius", "0.1")]))
+    worker = Path(__file__).with_name("two_processes.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, folder],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "out").write_text(done.stdout)
+    return folder

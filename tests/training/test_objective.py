@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -126,15 +123,10 @@ def test_the_command_line(robust, capsys):
     assert "robust_radius cannot change" in capsys.readouterr().err
 
 
-def test_two_processes(robust, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pcdeq"]
-    together = replace(robust, out=tmp_path / "together")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments(together)], capture_output=True, text=True, timeout=180, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+def test_two_processes(robust, both):
     alone = train(replace(robust, epochs=2, lr_step=None, channels=(16,), batch_size=50), progress="none")
     # Batch norm sees 25 images in each process instead of 50: the curves agree, the bits do not.
-    for one, two in zip(alone.metrics, Run.open(together.out).metrics, strict=True):
+    together = Run.open(both / "robust")
+    assert together.config.robust_radius == RADIUS
+    for one, two in zip(alone.metrics, together.metrics, strict=True):
         assert two.loss == pytest.approx(one.loss, rel=0.05)

@@ -268,14 +268,19 @@ class TestProcesses:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            # Of a suite that runs in the background the shell has told all children to ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        metrics = tmp_path / "stopped" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        start = time.monotonic()
-        _, errors = process.communicate(timeout=30)
+        try:
+            metrics = tmp_path / "stopped" / "metrics.jsonl"
+            deadline = time.monotonic() + 60
+            while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            start = time.monotonic()
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
         assert time.monotonic() - start < 10
         assert process.returncode == 130, errors
         assert errors.count("\n") == 1

@@ -1,7 +1,8 @@
-"""What each of two processes does in `test_distributed`; run by torchrun, not by pytest."""
+"""What each of the two processes of the fixture `both` does; run by torchrun, not by pytest."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -47,5 +48,7 @@ def save_gradients(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    save_gradients(Path(sys.argv[1]))
-    leave(main(sys.argv[2:]))
+    folder = Path(sys.argv[1])
+    save_gradients(folder)
+    commands = json.loads((folder / "commands.json").read_text())
+    leave(max(main(command) for command in commands))

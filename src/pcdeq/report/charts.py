@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ class Chart:
     figure: Figure
     data: Sequence[dict[str, Any]]
 
+    @cached_property
     def svg(self) -> bytes:
-        """As text that browsers draw; the same bytes for the same figure."""
+        """As text that browsers draw, made once; the same bytes for the same figure."""
         picture = io.BytesIO()
         with rc_context({"svg.hashsalt": self.name, "svg.fonttype": "path"}):
             self.figure.savefig(picture, format="svg", metadata={"Date": None})
@@ -48,7 +50,7 @@ class Chart:
         writer = csv.DictWriter(table, list(self.data[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows({key: _short(value) for key, value in entry.items()} for entry in self.data)
-        for suffix, content in (("png", picture.getvalue()), ("svg", self.svg()), ("csv", table.getvalue().encode())):
+        for suffix, content in (("png", picture.getvalue()), ("svg", self.svg), ("csv", table.getvalue().encode())):
             write_file(folder / f"{self.name}.{suffix}", content)
 
 

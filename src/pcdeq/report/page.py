@@ -200,7 +200,7 @@ def _cell(column: str, text: str) -> str:
 def _figure(chart: Chart) -> str:
     """As a picture of its own, so that names inside one drawing cannot meet those of another."""
     width, height = chart.figure.get_size_inches()
-    picture = base64.b64encode(chart.svg()).decode()
+    picture = base64.b64encode(chart.svg).decode()
     wide = ' class="wide"' if width > 8 else ""
     caption = html.escape(chart.caption)
     size = f'width="{round(100 * width)}" height="{round(100 * height)}"'

@@ -1,6 +1,7 @@
 # make demo     set up and train a first model on the digits that ship with the package
 # make test     set up and run the tests
 # make test-kernels     set up and run the tests of the C kernels; SANITIZE=1: built with gcc's sanitizers
+# make test-plain   set up and run the tests of layers, solvers, gradients, bounds and training without the C kernels
 # make docs     set up and build the documentation into docs/_build; a warning is an error
 # make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help setup demo test test-kernels lint docs check bench dist test-wheel clean
+.PHONY: help setup demo test test-kernels test-plain lint docs check bench dist test-wheel clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -36,6 +37,13 @@ test: setup
 test-kernels: setup
 	$(if $(SANITIZE),PYTHON=$(BIN)/python scripts/sanitize_kernels.sh,$(BIN)/python -m pytest tests/kernels)
 
+# What runs on GPUs, Macs and in float64: everything that may take a kernel, without one.
+PLAIN = tests/solvers tests/proofs tests/faults tests/models tests/training tests/test_layers.py tests/test_implicit.py \
+	tests/test_torch_integration.py
+
+test-plain: setup
+	PCDEQ_KERNELS=0 $(BIN)/python -m pytest $(PLAIN)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,7 +54,7 @@ docs: setup
 	$(BIN)/python -m sphinx -E -W --keep-going -q docs docs/_build
 	@echo open docs/_build/index.html
 
-check: lint docs test
+check: lint docs test test-plain
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'

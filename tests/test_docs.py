@@ -19,6 +19,7 @@ import pytest
 
 import pcdeq
 from pcdeq.cli import main, parse
+from pcdeq.testing import self_check
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -117,6 +118,8 @@ def check_command(line: str, where: str) -> None:
             parse(arguments)
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), f"{where}: {line}"
+        case ["python", "-m", "pcdeq.testing", *arguments]:
+            self_check.parse(arguments)
         case ["python", script, *_]:
             assert (ROOT / script).is_file(), f"{where}: no {script}"
         case ["pip", "install", *_] | ["git", "clone", *_] | ["cd", _]:

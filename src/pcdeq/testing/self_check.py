@@ -85,14 +85,19 @@ class Check(NamedTuple):
         return worst <= self.limit
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the checks that the command line asks for, and return the exit code."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser("python -m pcdeq.testing", description=HELP)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     devices = "cpu, cuda, cuda:1, mps, xpu; by default the accelerator that torch finds, else the CPU"
     parser.add_argument("--device", default=None, help=devices)
     parser.add_argument("--quick", action="store_true", help="a few seconds: three activations, short timings")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the checks that the command line asks for, and return the exit code."""
+    options = parse(arguments)
     device = _device(options.device)
     if device is None:
         print(f"torch {torch.__version__} has no device {options.device!r} here; try --device cpu")

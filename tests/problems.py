@@ -174,7 +174,9 @@ def contract(layer: pcdeq.PcDEQ, norm: float = 0.5) -> pcdeq.PcDEQ:
     with torch.no_grad():
         weight = layer.operator.effective_weight().double()
         taps = weight[None] if weight.ndim == 2 else weight.flatten(2).permute(2, 0, 1)
-        layer.operator.raw[-1].mul_(norm / torch.linalg.matrix_norm(taps, 2).sum())
+        (layer.operator.weight_g if layer.operator.weight_norm else layer.operator.weight).mul_(
+            norm / torch.linalg.matrix_norm(taps, 2).sum()
+        )
     return layer
 
 

@@ -37,14 +37,14 @@ class SolverConformance(Conformance):
     >>> from dataclasses import dataclass
     >>> import torch
     >>> from pcdeq.solvers import Solver, State
-    >>> from pcdeq.solvers.solver import evaluate
     >>> from pcdeq.testing import SolverConformance
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Damped(Solver):
     ...     damping: float = 0.5
     ...     def step(self, problem, state, point, norm):
-    ...         value, residual, length = evaluate(problem, point, norm)
-    ...         return State(torch.lerp(point, value, self.damping), value, residual, length)
+    ...         value = problem.fn(point)
+    ...         residual = value - point
+    ...         return State(torch.lerp(point, value, self.damping), value, residual, norm(residual))
     >>> class TestDamped(SolverConformance):
     ...     def build(self, **options):
     ...         return Damped(**options)
@@ -54,8 +54,9 @@ class SolverConformance(Conformance):
 
     >>> class InPlace(Damped):
     ...     def step(self, problem, state, point, norm):
-    ...         value, residual, length = evaluate(problem, point, norm)
-    ...         return State(point.lerp_(value, self.damping), value, residual, length)
+    ...         value = problem.fn(point)
+    ...         residual = value - point
+    ...         return State(point.lerp_(value, self.damping), value, residual, norm(residual))
     >>> TestDamped.build = lambda self, **options: InPlace(**options)
     >>> TestDamped().test_a_step_is_pure()
     Traceback (most recent call last):

@@ -1,50 +1,24 @@
-"""The kernels compute what their twins in plain torch do, in every shape, order in memory and number of threads."""
+"""Solves by the kernels are those of their twins in plain torch, in every size, order and number of threads."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 import twins
-from torch import nn
-from torch.nn.functional import batch_norm as torch_batch_norm
+from twins import LAST, LIMITS, make_form
 
-from pcdeq.errors import UsageError
 from pcdeq.kernels import binding
 from pcdeq.kernels.binding import Form
 
 pytestmark = pytest.mark.skipif(binding._KERNELS is None, reason=binding.engine())
 
-LIMITS = {"tol": 1e-5, "decay": 0.9, "steps_before": 0, "max_steps": 300}
-LAST = torch.channels_last
 # channels, height, width: a pixel, lines, odd sizes, channels around the eight of a vector, tiles of four and not
 IMAGES = [(1, 1, 1), (3, 1, 1), (8, 1, 7), (5, 6, 1), (7, 5, 5), (8, 4, 4), (9, 9, 10), (16, 13, 3), (33, 7, 8)]
 WIDTHS = [1, 2, 7, 8, 9, 31, 80, 87, 256]
-
-
-@pytest.fixture
-def threads():
-    """Sets how many threads torch may use, for the time of a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def make_form(shape, samples=3, activation="tanh", transposed=False, seed=0, gain=0.8) -> Form:
-    """A random equation of this state's shape; W has row sums, and column sums, of about `gain`."""
-    random = torch.Generator().manual_seed(seed)
-    width = shape[0]
-    if len(shape) == 1:
-        weight = gain * 2 / width * torch.rand(width, width, generator=random)
-    else:
-        weight = gain * 2 / (9 * width) * torch.rand(width, width, 3, 3, generator=random)
-    offset = torch.rand(samples, *shape, generator=random)
-    if activation != "linear":
-        return Form("dense" if len(shape) == 1 else "conv", weight, transposed, activation, offset)
-    slope = torch.rand(samples, *shape, generator=random)
-    return Form("dense" if len(shape) == 1 else "conv", weight, transposed, activation, offset - 0.5, slope)
 
 
 def solve(form, start=None, base=None, box=None, **options):
@@ -261,204 +235,11 @@ class TestSolveDeclines:
 
     def test_nothing_where_there_are_no_kernels(self):
         code = "from pcdeq.kernels import binding as b; assert b._KERNELS is None; print(b.engine())"
-        done = subprocess.run([sys.executable, "-c", code], env=without_kernels(), capture_output=True, text=True)
+        environment = {**os.environ, "PCDEQ_KERNELS": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PCDEQ_KERNELS": "0"}, capture_output=True, text=True
+        )
         assert done.stdout.strip() == "torch, as PCDEQ_KERNELS=0 asks", done.stderr
-
-
-def without_kernels():
-    import os
-
-    return {**os.environ, "PCDEQ_KERNELS": "0"}
-
-
-def make_images(shape=(4, 5, 6, 7), seed=0):
-    random = torch.Generator().manual_seed(seed)
-    x = (3 * torch.randn(shape, generator=random) + 2).contiguous(memory_format=LAST)
-    channels = shape[1]
-    weight, bias, mean = (torch.randn(channels, generator=random) for _ in range(3))
-    return x, weight, bias, mean, torch.rand(channels, generator=random) + 0.5
-
-
-def norm_by_kernel(x, *rest, training=True, momentum=0.3, eps=1e-5):
-    return binding.batch_norm(x, *rest, training=training, momentum=momentum, eps=eps)
-
-
-SHAPES = [(1, 1, 1, 2), (2, 3, 1, 1), (3, 1, 5, 5), (4, 5, 6, 7), (2, 8, 9, 9), (5, 33, 8, 8), (70, 16, 14, 14)]
-
-
-class TestBatchNorm:
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_training_is_torchs_in_float64(self, shape):
-        tensors = make_images(shape)
-        x, weight, bias = (t.clone().requires_grad_() for t in tensors[:3])
-        mean, variance = (t.clone() for t in tensors[3:])
-        y = norm_by_kernel(x, weight, bias, mean, variance)
-        grad = make_images(shape, seed=1)[0]
-        y.backward(grad)
-        exact = [t.double().requires_grad_(index < 3) for index, t in enumerate(tensors)]
-        true_y = torch_batch_norm(exact[0], *exact[3:], *exact[1:3], True, 0.3, 1e-5)
-        true_y.backward(grad.double())
-        assert torch.allclose(y.double(), true_y, rtol=1e-5, atol=1e-5)
-        for ours, true in ((mean, exact[3]), (variance, exact[4])):
-            assert torch.allclose(ours.double(), true, rtol=1e-5, atol=1e-6)
-        # These are sums and differences, small where their terms cancel: rounding is that of the terms.
-        terms = [10.0, *[float(grad.abs().sum((0, 2, 3)).max())] * 2]
-        for ours, true, size in zip((x, weight, bias), exact[:3], terms, strict=True):
-            assert float((ours.grad.double() - true.grad).abs().max()) < 1e-6 * size
-        assert y.is_contiguous(memory_format=LAST) and x.grad.is_contiguous(memory_format=LAST)
-
-    @pytest.mark.parametrize("shape", [(1, 4, 1, 1), *SHAPES], ids=str)
-    def test_inference_is_torchs_in_float64(self, shape):
-        x, weight, bias, mean, variance = tensors = make_images(shape)
-        before = [t.clone() for t in tensors]
-        y = norm_by_kernel(*tensors, training=False)
-        true = torch_batch_norm(*(t.double() for t in (x, mean, variance, weight, bias)), False, 0.3, 1e-5)
-        assert torch.allclose(y.double(), true, rtol=1e-5, atol=1e-5)
-        assert all(map(torch.equal, tensors, before))
-
-    def test_threads_give_identical_bits(self, threads):
-        tensors, found = make_images((70, 16, 14, 14)), []
-        assert tensors[0].numel() >= binding.PARALLEL_PASS
-        for count in (1, 2, 3, 7):
-            threads(count)
-            inputs = [t.clone() for t in tensors]
-            for t in inputs[:3]:
-                t.requires_grad_()
-            y = norm_by_kernel(*inputs)
-            y.square().sum().backward()
-            found.append([y, *inputs[3:], *(t.grad for t in inputs[:3])])
-        for other in found[1:]:
-            assert all(map(torch.equal, found[0], other))
-
-    def test_vectors_with_gaps(self):
-        x, *rest = make_images()
-        apart = [torch.stack([t, t], 1)[:, 0] for t in rest]
-        first, second = norm_by_kernel(x, *rest), norm_by_kernel(x, *apart)
-        assert torch.equal(first, second) and all(map(torch.equal, rest, apart))
-        assert torch.equal(norm_by_kernel(x, *rest, training=False), norm_by_kernel(x, *apart, training=False))
-
-    def test_a_gradient_in_any_order(self):
-        grads = []
-        grad = torch.randn(4, 5, 6, 7)
-        for given in (grad, grad.contiguous(memory_format=LAST), torch.stack([grad, grad], -1)[..., 1]):
-            x, weight, bias, *running = make_images()
-            norm_by_kernel(x.requires_grad_(), weight, bias, *running).backward(given)
-            grads.append(x.grad)
-        assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
-        x, weight, bias, *running = make_images()
-        y = norm_by_kernel(x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), *running)
-        y.sum().backward()  # strides of 0
-        assert torch.equal(bias.grad, torch.full((5,), 168.0)) and float(x.grad.abs().max()) < 1e-5
-
-    @pytest.mark.parametrize("shape", [(1, 4, 1, 1), (4, 5, 6), (4, 5)], ids=str)
-    def test_declines_other_shapes(self, shape):
-        _, *rest = make_images((4, shape[1], 6, 7))
-        assert norm_by_kernel(torch.randn(shape), *rest) is None
-
-    def test_declines_images_in_torchs_usual_order(self):
-        x, *rest = make_images()
-        assert norm_by_kernel(x.contiguous(), *rest) is None
-
-    @pytest.mark.parametrize("which", range(1, 5))
-    @pytest.mark.parametrize("training", [True, False])
-    def test_declines_other_channels_and_nothing_is_written(self, which, training):
-        tensors = list(make_images())
-        for wrong in (torch.rand(4), torch.rand(6), torch.rand(1), torch.rand(5, 1), None):
-            given = [*tensors[:which], wrong, *tensors[which + 1 :]]
-            before = [None if t is None else t.clone() for t in given]
-            assert norm_by_kernel(*given, training=training) is None
-            assert all(t is None or torch.equal(t, b) for t, b in zip(given, before, strict=True))
-
-    def test_inference_with_a_graph_is_torchs(self):
-        x, *rest = make_images()
-        assert norm_by_kernel(x.requires_grad_(), *rest, training=False) is None
-        with torch.no_grad():
-            assert norm_by_kernel(x, *rest, training=False) is not None
-
-
-class TestDeclared:
-    """What torch promises of a function's gradient holds for a kernel's."""
-
-    def gradients(self, hooks=None, norm=norm_by_kernel, dtype=torch.float32):
-        x, weight, bias, mean, variance = (t.to(dtype) for t in make_images())
-        leaves = [t.requires_grad_() for t in (x, weight, bias)]
-        if hooks is None:
-            y = norm(*leaves, mean, variance)
-        else:
-            with torch.autograd.graph.saved_tensors_hooks(*hooks):
-                y = norm(*leaves, mean, variance)
-        (y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view(y.shape)).sum().backward()
-        return [leaf.grad for leaf in leaves]
-
-    @pytest.mark.parametrize(
-        "unpack",
-        [
-            lambda t: t.contiguous(),
-            lambda t: t.clone(),
-            lambda t: torch.stack([t, t], -1)[..., 0],
-            lambda t: t.double(),
-            lambda t: t.to(torch.bfloat16).double() * 0 + t.double(),
-            lambda t: nn.Parameter(t),
-            lambda t: t.as_subclass(Subclass),
-            lambda t: t.neg().view(torch.float32).neg(),
-            lambda t: torch._neg_view(-t),
-        ],
-    )
-    def test_hooks_that_keep_the_numbers(self, unpack):
-        expected = self.gradients()
-        for ours, true in zip(self.gradients((lambda t: t, unpack)), expected, strict=True):
-            assert torch.allclose(ours, true, rtol=1e-5, atol=1e-5) and type(ours) is torch.Tensor
-
-    @pytest.mark.parametrize(
-        "unpack", [lambda t: t[:1], lambda t: t.flatten(), lambda t: torch.cat([t, t]), lambda t: t[None]]
-    )
-    def test_hooks_that_change_the_size(self, unpack):
-        with pytest.raises(UsageError, match="a hook for saved tensors gave back a tensor of shape"):
-            self.gradients((lambda t: t, unpack))
-
-    def test_in_place_changes_are_caught(self):
-        for which in (0, 1):
-            tensors = make_images()
-            leaves = [t.requires_grad_() for t in tensors[:3]]
-            y = norm_by_kernel(*leaves, *tensors[3:])
-            with torch.no_grad():
-                leaves[which].add_(1)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                y.sum().backward()
-
-    def test_swapped_data_is_no_danger(self):
-        x, weight, bias, *running = make_images()
-        y = norm_by_kernel(x.requires_grad_(), weight.requires_grad_(), bias, *running)
-        weight.data = torch.ones(2)
-        x.data = torch.ones(1, 1, 1, 1)
-        with pytest.raises((UsageError, RuntimeError)):
-            y.sum().backward()
-
-    def test_second_derivatives_are_torchs(self):
-        def penalty(norm, dtype):
-            x, weight, bias, *running = (t.to(dtype) for t in make_images())
-            leaves = [t.requires_grad_() for t in (x, weight, bias)]
-            y = norm(*leaves, *running)
-            (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-            (slope.square().sum() + y.sum()).backward()
-            return [leaf.grad for leaf in leaves]
-
-        def by_torch(x, weight, bias, mean, variance):
-            return torch_batch_norm(x, mean, variance, weight, bias, True, 0.3, 1e-5)
-
-        for ours, true in zip(penalty(norm_by_kernel, torch.float32), penalty(by_torch, torch.float64), strict=True):
-            assert float((ours.double() - true).abs().max()) < 1e-4 * float(true.abs().max())
-
-    def test_a_graph_is_walked_once_as_torchs_is(self):
-        x, *rest = make_images()
-        y = norm_by_kernel(x.requires_grad_(), *rest)
-        y.sum().backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            y.sum().backward()
-
-
-class Subclass(torch.Tensor):
-    """A tensor of somebody's own."""
 
 
 def test_engine_names_its_threads(threads):

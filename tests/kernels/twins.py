@@ -1,12 +1,15 @@
-"""What each kernel computes, in plain torch: the twins that tests compare with."""
+"""What each kernel computes, in plain torch: the twins that tests compare with; and what both are given."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from pcdeq.kernels import binding
 from pcdeq.kernels.binding import Form
 
+LIMITS = {"tol": 1e-5, "decay": 0.9, "steps_before": 0, "max_steps": 300}
+LAST = torch.channels_last
 ACTIVATIONS = {
     "tanh": torch.tanh,
     "softsign": lambda y: y / (1 + y),
@@ -91,3 +94,36 @@ def anderson(
         plain = ~accept | (weight == 0)
         last, residual = now, r
     return value, steps, converged
+
+
+def make_form(shape, samples=3, activation="tanh", transposed=False, seed=0, gain=0.8) -> Form:
+    """A random equation of this state's shape; W has row sums, and column sums, of about `gain`."""
+    random = torch.Generator().manual_seed(seed)
+    width = shape[0]
+    if len(shape) == 1:
+        weight = gain * 2 / width * torch.rand(width, width, generator=random)
+    else:
+        weight = gain * 2 / (9 * width) * torch.rand(width, width, 3, 3, generator=random)
+    offset = torch.rand(samples, *shape, generator=random)
+    if activation != "linear":
+        return Form("dense" if len(shape) == 1 else "conv", weight, transposed, activation, offset)
+    slope = torch.rand(samples, *shape, generator=random)
+    return Form("dense" if len(shape) == 1 else "conv", weight, transposed, activation, offset - 0.5, slope)
+
+
+def make_images(shape=(4, 5, 6, 7), seed=0):
+    random = torch.Generator().manual_seed(seed)
+    x = (3 * torch.randn(shape, generator=random) + 2).contiguous(memory_format=LAST)
+    channels = shape[1]
+    weight, bias, mean = (torch.randn(channels, generator=random) for _ in range(3))
+    return x, weight, bias, mean, torch.rand(channels, generator=random) + 0.5
+
+
+def norm_by_kernel(x, *rest, training=True, momentum=0.3, eps=1e-5):
+    return binding.batch_norm(x, *rest, training=training, momentum=momentum, eps=eps)
+
+
+def norm_gradients(grad, x, weight, statistics):
+    """Those of batch norm in training, given mean and 1 / deviation."""
+    saved = (None, None, statistics[0], statistics[1], True, 1e-5, (True, True, True))
+    return torch.ops.aten.native_batch_norm_backward(grad.detach(), x, weight, *saved)

@@ -235,7 +235,6 @@ class TestSolveDeclines:
 
     def test_nothing_where_there_are_no_kernels(self):
         code = "from pcdeq.kernels import binding as b; assert b._KERNELS is None; print(b.engine())"
-        environment = {**os.environ, "PCDEQ_KERNELS": "0"}
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PCDEQ_KERNELS": "0"}, capture_output=True, text=True
         )

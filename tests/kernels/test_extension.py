@@ -26,7 +26,7 @@ def solve_arguments(conv: bool, last: bool = False) -> dict[str, object]:
     return {
         "conv": conv,
         "transposed": True,
-        "activation": binding._CODES["linear"],
+        "activation": binding._CODES.get("linear", 0),
         "offset": lay(form.offset),
         "weight": form.weight,
         "slope": lay(form.slope),

@@ -56,13 +56,14 @@ def test_nothing_in_the_box_exceeds_the_bounds(name):
         bounds = bound(recognise(model)[:-1], Bounds(images, images - radius, images + radius))
         scores, worst = worst_case_scores(model, images, labels, radius)
         torch.testing.assert_close(scores, model(images))
-        for seed in range(20):
-            noise = 2 * torch.rand(images.shape, generator=torch.Generator().manual_seed(seed)).double() - 1
-            noisy = images + radius * (noise if seed % 2 else noise.sign())
-            features = model[:-1](noisy)
-            assert (bounds.lower - 1e-8 <= features).all()
-            assert (features <= bounds.upper + 1e-8).all()
-            assert (leads(model(noisy), labels) <= worst + 1e-8).all()
+        noise = 2 * torch.rand(20, *images.shape, generator=torch.Generator().manual_seed(0)).double() - 1
+        noise[::2] = noise[::2].sign()  # half of them at corners of the box
+        features = model[:-1]((images + radius * noise).flatten(0, 1))  # (20 draws x images, features)
+        found = leads(model[-1](features), labels.repeat(20)).unflatten(0, (20, -1))
+        features = features.unflatten(0, (20, -1))
+        assert (bounds.lower - 1e-8 <= features).all()
+        assert (features <= bounds.upper + 1e-8).all()
+        assert (found <= worst + 1e-8).all()
 
 
 @pytest.mark.parametrize("name", ["pcdeq-1-l-relu6", "pcdeq-1-mc-tanh"])
@@ -144,7 +145,11 @@ def test_gradients_agree_with_finite_differences(activation, training):
     def loss(*_):
         return F.cross_entropy(worst_case_scores(model, images, labels, 0.1)[1], labels)
 
-    assert torch.autograd.gradcheck(loss, tuple(model.parameters()), eps=1e-6, atol=1e-5, rtol=1e-4)
+    # Entry by entry for one activation; for the others a random projection of all entries sees a wrong one as well.
+    whole = activation == "tanh"
+    assert torch.autograd.gradcheck(
+        loss, tuple(model.parameters()), eps=1e-6, atol=2e-7, rtol=1e-4, fast_mode=not whole
+    )
 
 
 @pytest.mark.parametrize(

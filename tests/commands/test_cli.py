@@ -148,19 +148,20 @@ class TestErrors:
 
 
 class TestCommands:
-    def test_train_then_everything_else(self, here, capsys):
-        arguments = ["train", "pcdeq-1-l-tanh", "--epochs", "2", "--channels", "16", "--device", "cpu"]
+    def test_train_then_everything_else(self, here, tiny_data, capsys):
+        options = ["--data", str(tiny_data), "--epochs", "2", "--channels", "16", "--device", "cpu"]
+        arguments = ["train", "pcdeq-1-l-tanh", *options]
         assert main(arguments) == 0
         text = capsys.readouterr().out
-        path = "runs/pcdeq-1-l-tanh-mnist-mini-seed0"
+        path = "runs/pcdeq-1-l-tanh-tiny-seed0"
         for part in ("test accuracy", "forward", "backward", "unconverged", f"saved in        {path}"):
             assert part in text
         names = {entry.name for entry in Path(path).iterdir()}
-        pictures = {"curves.png", "steps.png", "errors-mnist-mini.png"}
+        pictures = {"curves.png", "steps.png", "errors-tiny.png"}
         assert names == {"config.json", "metrics.jsonl", "summary.json", "last", *pictures}
 
         assert main(["list", "runs"]) == 0
-        assert f"{path}  pcdeq-1-l-tanh  mnist-mini  2/2" in capsys.readouterr().out
+        assert f"{path}  pcdeq-1-l-tanh  {tiny_data}  2/2" in capsys.readouterr().out
 
         assert main(["train", "--resume", path, "--epochs", "3", "--json"]) == 0
         epoch, summary = map(json.loads, capsys.readouterr().out.splitlines())

@@ -171,7 +171,7 @@ def test_the_diagram_shows_every_module():
 
 def test_the_walk_through_a_layer_names_what_there_is():
     (walk,) = (text for _, text, _ in blocks(DOCS / "contributing.md") if text.startswith("z = layer(x)"))
-    names = re.findall(r"^  (\w+\.[\w.]+) ", walk + " ", flags=re.MULTILINE)
+    names = re.findall(r"^  (\w+\.[\w.]+)(?: |$)", walk, flags=re.MULTILINE)
     assert len(names) >= 14
     for name in names:
         assert callable(pkgutil.resolve_name(f"pcdeq.{name}")), name

@@ -36,10 +36,10 @@ def both(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     robust = ("train", "pcdeq-1-l-tanh", *same, "--out", str(folder / "robust"), "--epochs", "2")
     worker, out = Path(__file__).with_name("two_processes.py"), ""
     # One start each: a process that is done leaves the group, in which the other may still be.
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, folder)
     for command in (plain, (*robust, "--robust-radius", "0.1")):
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker]
-            + [folder, *command],
+            [*start, *command],
             capture_output=True,
             text=True,
             timeout=180,

@@ -3,90 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 from urllib.parse import urlsplit
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 
 class DownloadBar:
     """What pooch asks of a progress bar (a ``total``, ``update``, ``reset``, ``close``), drawn by rich.
 
-    It appears at the first byte: a file that is in the cache, or an address that is dead, shows nothing.
+    It appears at the first byte: a file that is in the cache, or an address that is dead, shows nothing. In a log file,
+    where there is no bar to draw, a line says that the download starts, and another that it is complete.
     """
 
-    def __init__(self, progress: Progress, title: str) -> None:
-        self._progress, self._title = progress, title
-        self._task: TaskID | None = None
-
-    @property
-    def total(self) -> float | None:
-        return None if self._task is None else self._progress.tasks[self._task].total
-
-    @total.setter
-    def total(self, size: int) -> None:
-        # pooch says 0 where the server did not tell the size.
-        self._task = self._progress.add_task(self._title, total=size or None)
-        self._progress.start()
-
-    def update(self, size: int) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task, size)
-
-    def reset(self) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, completed=0)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-class DownloadLines:
-    """The same for a log file: one line when the download starts, one when it is complete."""
-
     def __init__(self, title: str) -> None:
-        self._title = title
-        self._total = 0
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    @property
-    def total(self) -> int:
-        return self._total
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.task = self.progress.add_task(title, total=None)
+        self.title = title
 
-    @total.setter
-    def total(self, size: int) -> None:
-        self._total = size
-        print(f"downloading {self._title}, {size / 1e6:.1f} MB", file=sys.stderr)
+    def _begin(self, size: int) -> None:
+        # pooch says 0 where the server did not tell the size.
+        self.progress.update(self.task, total=size or None)
+        self.progress.start()
+        self._say(f"downloading {self.title}, {size / 1e6:.1f} MB")
+
+    total = property(fset=_begin)
 
     def update(self, size: int) -> None:
-        pass
+        self.progress.advance(self.task, size)
 
     def reset(self) -> None:
-        pass
+        self.progress.update(self.task, completed=0)
 
     def close(self) -> None:
-        print(f"downloaded {self._title}", file=sys.stderr)
+        self._say(f"downloaded {self.title}")
+
+    def _say(self, line: str) -> None:
+        if self.progress.disable:
+            self.console.print(line, markup=False)
 
 
 @contextlib.contextmanager
-def download_progress(name: str, url: str, quiet: bool) -> Iterator[DownloadBar | DownloadLines | Literal[False]]:
-    """Yield a progress bar for ``pooch``: drawn on a terminal, lines elsewhere, ``False`` when quiet."""
+def download_progress(name: str, url: str, quiet: bool) -> Iterator[Any]:  # pooch's own type is narrower than it takes
+    """Yield a progress bar for ``pooch``, or ``False`` when quiet."""
     if quiet:
         yield False
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    title = f"{name} from {urlsplit(url).hostname}"
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield DownloadLines(title)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    progress = Progress(*columns, console=console)
+    bar = DownloadBar(f"{name} from {urlsplit(url).hostname}")
     try:
-        yield DownloadBar(progress, title)
+        yield bar
     finally:
-        progress.stop()
+        if bar.progress.live.is_started:  # else some versions of rich print an empty line
+            bar.progress.stop()

@@ -8,9 +8,7 @@ Swift for TensorFlow; a mirror that serves other bytes does no harm, its file is
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,6 @@ class RemoteFile:
     urls: tuple[str, ...]
     plain: str  # how the file is called after unpacking
 
-    @property
-    def local_names(self) -> tuple[str, ...]:
-        return (self.plain, self.name) if self.plain != self.name else (self.name,)
-
 
 @dataclass(frozen=True)
 class Source:
@@ -44,94 +38,59 @@ class Source:
     folders: tuple[str, ...]
 
 
-def _source(folders: tuple[str, ...], bases: tuple[str, ...], *files: tuple[str, str, str]) -> Source:
-    return Source(
-        tuple(RemoteFile(name, sha256, tuple(base + name for base in bases), plain) for name, plain, sha256 in files),
-        (*folders, ""),
-    )
-
-
-def _idx_source(folders: tuple[str, ...], bases: tuple[str, ...], sha256: tuple[str, str, str, str]) -> Source:
-    plain = (
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte",
-    )
-    files = ((f"{name}.gz", name, digest) for name, digest in zip(plain, sha256, strict=True))
-    return _source(folders, bases, *files)
-
-
-SOURCES: dict[str, Source] = {
-    "mnist": _idx_source(
-        ("MNIST/raw", "mnist", "MNIST"),
-        (
-            "http://yann.lecun.com/exdb/mnist/",
-            "https://ossci-datasets.s3.amazonaws.com/mnist/",
-            "https://storage.googleapis.com/cvdf-datasets/mnist/",
-        ),
-        (
-            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        ),
-    ),
-    "fashion-mnist": _idx_source(
-        ("FashionMNIST/raw", "fashion-mnist", "FashionMNIST"),
-        (
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-            "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
-        ),
-        (
-            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-        ),
-    ),
-    "kmnist": _idx_source(
-        ("KMNIST/raw", "kmnist", "KMNIST"),
-        (
-            "http://codh.rois.ac.jp/kmnist/dataset/kmnist/",
-            "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/KMNIST/",
-        ),
-        (
-            "51467d22d8cc72929e2a028a0428f2086b092bb31cfb79c69cc0a90ce135fde4",
-            "e38f9ebcd0f3ebcdec7fc8eabdcdaef93bb0df8ea12bee65224341c8183d8e17",
-            "edd7a857845ad6bb1d0ba43fe7e794d164fe2dce499a1694695a792adfac43c5",
-            "20bb9a0ef54c7db3efc55a92eef5582c109615df22683c380526788f98e42a1c",
-        ),
-    ),
-    "cifar10": _source(
-        ("cifar10", "CIFAR10", "cifar-10"),
-        (
-            "https://www.cs.toronto.edu/~kriz/",
-            "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10/",
-        ),
-        (
-            "cifar-10-binary.tar.gz",
-            "cifar-10-batches-bin",
-            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-        ),
-    ),
-    # No mirror that is known to serve these two byte for byte: only the two schemes of one host.
-    "svhn": _source(
-        ("svhn", "SVHN"),
-        ("http://ufldl.stanford.edu/housenumbers/", "https://ufldl.stanford.edu/housenumbers/"),
-        (
-            "train_32x32.mat",
-            "train_32x32.mat",
-            "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
-        ),
-        (
-            "test_32x32.mat",
-            "test_32x32.mat",
-            "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
-        ),
-    ),
+_FOLDERS = {
+    "mnist": ("MNIST/raw", "mnist", "MNIST"),
+    "fashion-mnist": ("FashionMNIST/raw", "fashion-mnist", "FashionMNIST"),
+    "kmnist": ("KMNIST/raw", "kmnist", "KMNIST"),
+    "cifar10": ("cifar10", "CIFAR10", "cifar-10"),
+    "svhn": ("svhn", "SVHN"),
 }
+# Of SVHN no mirror is known to serve its files byte for byte: only the two schemes of one host.
+_ADDRESSES = """
+mnist         http://yann.lecun.com/exdb/mnist/
+mnist         https://ossci-datasets.s3.amazonaws.com/mnist/
+mnist         https://storage.googleapis.com/cvdf-datasets/mnist/
+fashion-mnist http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/
+fashion-mnist https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/
+fashion-mnist https://storage.googleapis.com/tensorflow/tf-keras-datasets/
+kmnist        http://codh.rois.ac.jp/kmnist/dataset/kmnist/
+kmnist        https://storage.googleapis.com/s4tf-hosted-binaries/datasets/KMNIST/
+cifar10       https://www.cs.toronto.edu/~kriz/
+cifar10       https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10/
+svhn          http://ufldl.stanford.edu/housenumbers/
+svhn          https://ufldl.stanford.edu/housenumbers/
+"""
+_FILES = """
+mnist         train-images-idx3-ubyte.gz 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
+mnist         train-labels-idx1-ubyte.gz 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
+mnist         t10k-images-idx3-ubyte.gz  8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
+mnist         t10k-labels-idx1-ubyte.gz  f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6
+fashion-mnist train-images-idx3-ubyte.gz 3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84
+fashion-mnist train-labels-idx1-ubyte.gz a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845
+fashion-mnist t10k-images-idx3-ubyte.gz  346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
+fashion-mnist t10k-labels-idx1-ubyte.gz  67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
+kmnist        train-images-idx3-ubyte.gz 51467d22d8cc72929e2a028a0428f2086b092bb31cfb79c69cc0a90ce135fde4
+kmnist        train-labels-idx1-ubyte.gz e38f9ebcd0f3ebcdec7fc8eabdcdaef93bb0df8ea12bee65224341c8183d8e17
+kmnist        t10k-images-idx3-ubyte.gz  edd7a857845ad6bb1d0ba43fe7e794d164fe2dce499a1694695a792adfac43c5
+kmnist        t10k-labels-idx1-ubyte.gz  20bb9a0ef54c7db3efc55a92eef5582c109615df22683c380526788f98e42a1c
+cifar10       cifar-10-binary.tar.gz     c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd
+svhn          train_32x32.mat            435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8
+svhn          test_32x32.mat             cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b
+"""
+
+
+def _source(dataset: str) -> Source:
+    """The lines of one data set in the tables above."""
+    bases = [base for name, base in map(str.split, _ADDRESSES.strip().splitlines()) if name == dataset]
+    files = []
+    for owner, name, sha256 in map(str.split, _FILES.strip().splitlines()):
+        if owner == dataset:
+            plain = "cifar-10-batches-bin" if dataset == "cifar10" else name.removesuffix(".gz")
+            files.append(RemoteFile(name, sha256, tuple(base + name for base in bases), plain))
+    return Source(tuple(files), (*_FOLDERS[dataset], ""))
+
+
+SOURCES = {dataset: _source(dataset) for dataset in _FOLDERS}
 
 
 def fetch(dataset: str, *, data_dir: str | os.PathLike[str] | None = None, quiet: bool = False) -> tuple[Path, ...]:
@@ -169,7 +128,7 @@ def _data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
 
 def _find(dataset: str, file: RemoteFile, folder: Path) -> Path | None:
     for subfolder in SOURCES[dataset].folders:
-        for name in file.local_names:
+        for name in (file.plain, file.name):
             path = folder / subfolder / name
             if path.exists() and (subfolder or _belongs_to(dataset, file, path)):
                 return path
@@ -200,18 +159,19 @@ def _download(file: RemoteFile, folder: Path, quiet: bool) -> Path:
     """
     import pooch
 
+    pooch.get_logger().setLevel("WARNING")  # where a file comes from is for our progress bar to say
     failures = []
     for url in file.urls:
         try:
-            with _quiet_pooch(pooch), download_progress(file.name, url, quiet) as bar:
-                path = pooch.retrieve(
-                    url,
-                    known_hash=f"sha256:{file.sha256}",
-                    fname=file.name,
-                    path=folder,
-                    downloader=_downloader(bar),
+            with download_progress(file.name, url, quiet) as bar:
+                downloader: Any = pooch.HTTPDownloader(  # whose type is not the one that pooch asks for
+                    progressbar=bar,
+                    chunk_size=1 << 16,
+                    timeout=(CONNECT_SECONDS, READ_SECONDS),
+                    # Else some servers announce a .gz as a compressed transfer, and it arrives unpacked.
+                    headers={"Accept-Encoding": "identity"},
                 )
-            return Path(path)
+                return Path(pooch.retrieve(url, f"sha256:{file.sha256}", file.name, folder, downloader=downloader))
         except (OSError, ValueError) as error:  # requests raises the one, a wrong checksum the other
             failures.append(f"{url} ({_reason(error)})")
     raise DataError(
@@ -229,27 +189,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, requests.ConnectionError):  # whose own words are a page of nested exceptions
         return "no connection"
     return str(error).split(". ")[0].split(" for url")[0]
-
-
-def _downloader(bar: Any) -> Any:  # pooch's own types for both are narrower than what it takes
-    import pooch
-
-    return pooch.HTTPDownloader(
-        progressbar=bar,
-        chunk_size=1 << 16,
-        timeout=(CONNECT_SECONDS, READ_SECONDS),
-        # Else some servers announce a .gz as a compressed transfer, and it arrives unpacked.
-        headers={"Accept-Encoding": "identity"},
-    )
-
-
-@contextlib.contextmanager
-def _quiet_pooch(pooch: Any) -> Iterator[None]:
-    """Silence pooch's own log line: where a file comes from is for our progress bar to say."""
-    logger = pooch.get_logger()
-    level = logger.level
-    logger.setLevel("WARNING")
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

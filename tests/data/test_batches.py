@@ -113,8 +113,9 @@ def test_ranks_partition_each_global_batch(world_size, augment):
             assert torch.equal(part[step][1], labels[rank::world_size])
 
 
-def test_last_part_may_be_empty():
-    last = list(plain(numbered(9), 4, rank=1, world_size=2))[-1]
+@pytest.mark.parametrize("augment", [False, True])
+def test_last_part_may_be_empty(augment):
+    last = list(plain(numbered(9), 4, rank=1, world_size=2, augment=augment))[-1]
     assert last[0].shape == (0, 1, 1, 1)
     assert last[1].tolist() == []
 

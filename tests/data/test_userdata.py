@@ -96,7 +96,7 @@ def test_cut_off_and_false_images_are_named(grey_folder: Path):
     content = path.read_bytes()
     for wrong in (content[:40], b"", b"no image"):
         path.write_bytes(wrong)
-        with pytest.raises(DataError, match=r"cat/2\.png cannot be read as an image"):
+        with pytest.raises(DataError, match=r"cat/2\.png cannot be read as a picture"):
             read_image_folder(grey_folder)
 
 

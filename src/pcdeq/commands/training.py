@@ -176,8 +176,9 @@ class Predict:
 
     def run(self) -> None:
         """Classify and print."""
+        from pcdeq.data.userdata import open_picture
         from pcdeq.training import Run
-        from pcdeq.training.prediction import open_picture, predict
+        from pcdeq.training.prediction import predict
 
         if not self.pictures:
             raise UsageError("which picture? pcdeq predict RUN PICTURE ...")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +11,6 @@ from torch.nn import functional
 
 from pcdeq.data.datasets import Split
 from pcdeq.errors import UsageError
-
-
-class _Draws(NamedTuple):
-    """The chance of one epoch, by position in its global order; every process draws all of it."""
-
-    order: Tensor  # (n,) which image comes when
-    shift: Tensor  # (n, 2) upper left corner of the crop in the padded image
-    mirror: Tensor  # (n,) bool
 
 
 class Batches:
@@ -94,17 +85,21 @@ class Batches:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        draws = self._draw()
+        order, shift, mirror = self._draw()
         for start in range(0, len(self._labels), self.batch_size):
             mine = slice(start + self.rank, start + self.batch_size, self.world_size)
-            chosen = draws.order[mine]
+            chosen = order[mine]
             images = self._images.index_select(0, chosen)
             if self.augment:
-                images = crop_and_flip(images, draws.shift[mine], draws.mirror[mine], self.padding)
+                images = crop_and_flip(images, shift[mine], mirror[mine], self.padding)
             yield self._normalise(images), self._labels.index_select(0, chosen)
 
-    def _draw(self) -> _Draws:
-        """Draw the whole epoch at once, on the CPU, so that neither device nor rank changes it."""
+    def _draw(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the whole epoch at once, on the CPU, so that neither device nor rank changes it.
+
+        By position in the global order: which image comes when (n,), the upper left corner of its crop in the padded
+        image (n, 2), and whether it is mirrored (n,).
+        """
         state = np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state[0]))
         count = len(self._labels)
@@ -112,7 +107,7 @@ class Batches:
         shift = torch.randint(2 * self.padding + 1, (count, 2), generator=generator)
         mirror = torch.rand(count, generator=generator) < (0.5 if self.flip else 0.0)
         device = self._images.device
-        return _Draws(order.to(device), shift.to(device), mirror.to(device))
+        return order.to(device), shift.to(device), mirror.to(device)
 
     def _normalise(self, images: Tensor) -> Tensor:
         # Divided in this order, in place, the result is to the last bit that of torchvision's transforms.
@@ -133,10 +128,9 @@ def crop_and_flip(images: Tensor, shift: Tensor, mirror: Tensor, padding: int) -
     """
     count, channels, height, width = images.shape
     padded = functional.pad(images, (padding,) * 4)  # (b, c, h + 2p, w + 2p)
-    row = torch.arange(height, device=images.device)
     column = torch.arange(width, device=images.device)
-    rows = shift[:, :1] + row  # (b, h)
+    rows = shift[:, :1] + torch.arange(height, device=images.device)  # (b, h)
     columns = shift[:, 1:] + torch.where(mirror[:, None], width - 1 - column, column)  # (b, w)
     source = rows[:, :, None] * padded.shape[3] + columns[:, None, :]  # (b, h, w)
-    source = source.reshape(count, 1, -1).expand(-1, channels, -1)
+    source = source.flatten(1)[:, None].expand(-1, channels, -1)
     return padded.flatten(2).gather(2, source).view(count, channels, height, width)

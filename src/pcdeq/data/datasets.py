@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -98,58 +96,21 @@ class Dataset:
         return f"Dataset({self.describe()})"
 
 
-@dataclass(frozen=True)
-class _Published:
-    """How a published data set is read from its files, and its constants."""
-
-    read: Callable[[tuple[Path, ...]], tuple[Arrays, Arrays]]
-    classes: tuple[str, ...]
-    mean: tuple[float, ...] = (0.0,)  # the MNIST-likes are pixels / 255 and no more, as in the paper
-    std: tuple[float, ...] = (1.0,)
-
-
-def _read_idx(files: tuple[Path, ...], *, train: int, test: int) -> tuple[Arrays, Arrays]:
-    return (
-        formats.read_idx_split(files[0], files[1], count=train),
-        formats.read_idx_split(files[2], files[3], count=test),
-    )
-
-
-def _read_svhn(files: tuple[Path, ...], *, train: int, test: int) -> tuple[Arrays, Arrays]:
-    return formats.read_svhn(files[0], count=train), formats.read_svhn(files[1], count=test)
-
-
-def _read_cifar10(files: tuple[Path, ...]) -> tuple[Arrays, Arrays]:
-    return formats.read_cifar10(files[0])
-
-
 _DIGITS = tuple("0123456789")
-_FASHION = (
-    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-)
-_KMNIST = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
-_CIFAR10 = (
-    *("airplane", "automobile", "bird", "cat", "deer"),
-    *("dog", "frog", "horse", "ship", "truck"),
-)
-_IDX = partial(_read_idx, train=60_000, test=10_000)
-_PUBLISHED: dict[str, _Published] = {
-    "mnist": _Published(_IDX, _DIGITS),
-    "fashion-mnist": _Published(_IDX, _FASHION),
-    "kmnist": _Published(_IDX, _KMNIST),
-    "svhn": _Published(
-        partial(_read_svhn, train=73_257, test=26_032),
-        _DIGITS,
-        mean=(0.4377, 0.4438, 0.4728),
-        std=(0.1980, 0.2010, 0.1970),
+_CLASSES = {
+    "mnist": _DIGITS,
+    "fashion-mnist": (
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     ),
-    "cifar10": _Published(
-        _read_cifar10,
-        _CIFAR10,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-    ),
+    "kmnist": ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
+    "svhn": _DIGITS,
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+}
+_PIXELS_ONLY = ((0.0,), (1.0,))  # the MNIST-likes are pixels / 255 and no more, as in the paper
+_MEAN_AND_STD = {
+    "svhn": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 }
 
 
@@ -160,7 +121,7 @@ def dataset_names() -> tuple[str, ...]:
     >>> dataset_names()
     ('mnist-mini', 'mnist', 'fashion-mnist', 'kmnist', 'svhn', 'cifar10')
     """
-    return ("mnist-mini", *_PUBLISHED)
+    return ("mnist-mini", *_CLASSES)
 
 
 def load_dataset(
@@ -186,15 +147,18 @@ def load_dataset(
         quiet: show no progress bar.
     """
     name = os.fspath(name_or_path)
-    if name in _PUBLISHED:
-        return _load_published(name, fetch(name, data_dir=data_dir, quiet=quiet))
+    if name in _CLASSES:
+        train, test = _read_published(name, fetch(name, data_dir=data_dir, quiet=quiet))
+        return Dataset(name, _split(train), _split(test), _CLASSES[name], *_MEAN_AND_STD.get(name, _PIXELS_ONLY))
     if name == "mnist-mini":
-        return _load_mini()
+        train, test, classes = userdata.read_npz(MINI_FILE)
+        assert test is not None  # it is our own file
+        return Dataset(name, _split(train), _split(test), classes, *_PIXELS_ONLY)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _load_own(path, userdata.read_image_folder(path))
+        return _load_own(path, path.resolve().name, userdata.read_image_folder(path))
     if path.is_file() and path.suffix == ".npz":
-        return _load_own(path, userdata.read_npz(path))
+        return _load_own(path, path.resolve().stem, userdata.read_npz(path))
     close = difflib.get_close_matches(name.lower(), dataset_names(), n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UsageError(
@@ -227,36 +191,25 @@ def split_validation(train: Split, fraction: float, seed: int) -> tuple[Split, S
     return train.select(~chosen), train.select(chosen)
 
 
-def _load_published(name: str, files: tuple[Path, ...]) -> Dataset:
-    published = _PUBLISHED[name]
-    train, test = published.read(files)
-    return Dataset(name, _split(train), _split(test), published.classes, published.mean, published.std)
+def _read_published(name: str, files: tuple[Path, ...]) -> tuple[Arrays, Arrays]:
+    if name == "cifar10":
+        return formats.read_cifar10(files[0])
+    if name == "svhn":
+        return formats.read_svhn(files[0], count=73_257), formats.read_svhn(files[1], count=26_032)
+    return formats.read_idx_split(*files[:2], count=60_000), formats.read_idx_split(*files[2:], count=10_000)
 
 
-def _load_mini() -> Dataset:
-    mini = userdata.read_npz(MINI_FILE)
-    assert mini.test is not None  # it is our own file
-    return Dataset("mnist-mini", _split(mini.train), _split(mini.test), mini.classes, (0.0,), (1.0,))
-
-
-def _load_own(path: Path, own: userdata.UserData) -> Dataset:
+def _load_own(path: Path, name: str, own: userdata.UserData) -> Dataset:
     train, note = _split(own.train), ""
-    if own.test is None:
-        train, test = _hold_out(path, train)
-        note = f"no test split was given: {HELD_OUT:.0%} of each class held out as one"
-    else:
+    if own.test is not None:
         test = _split(own.test)
-    mean, std = channel_statistics(train.images)
-    resolved = path.resolve()
-    name = resolved.stem if path.is_file() else resolved.name
-    return Dataset(name, train, test, own.classes, mean, std, note)
-
-
-def _hold_out(path: Path, images: Split) -> tuple[Split, Split]:
-    try:
-        return split_validation(images, HELD_OUT, seed=0)
-    except UsageError as error:
-        raise DataError(f"{path} has no test split, and too few images per class to hold one out") from error
+    else:
+        note = f"no test split was given: {HELD_OUT:.0%} of each class held out as one"
+        try:
+            train, test = split_validation(train, HELD_OUT, seed=0)
+        except UsageError as error:
+            raise DataError(f"{path} has no test split, and too few images per class to hold one out") from error
+    return Dataset(name, train, test, own.classes, *channel_statistics(train.images), note)
 
 
 def _split(arrays: Arrays) -> Split:
@@ -271,14 +224,9 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     >>> channel_statistics(torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2))
     ((0.5,), (0.5,))
     """
-    total = torch.zeros(images.shape[1], dtype=torch.float64)
-    squares = torch.zeros_like(total)
-    for part in images.split(1024):  # sums of whole numbers below 2^53: exact in any order
-        pixels = part.transpose(0, 1).flatten(1).double()
-        total += pixels.sum(1)
-        squares += pixels.square().sum(1)
-    count = images.numel() / images.shape[1]
-    mean = total / count
-    std = (squares / count - mean.square()).clamp(min=0).sqrt()
+    counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]).double()
+    levels, pixels = torch.arange(256).double(), counts.sum(1)
+    mean = counts @ levels / pixels  # a sum of whole numbers below 2^53: exact in any order, as that of the squares
+    std = (counts @ levels.square() / pixels - mean.square()).clamp(min=0).sqrt()
     std[std == 0] = 255.0  # a channel that is constant needs no scaling, and must not divide by 0
     return tuple((mean / 255).tolist()), tuple((std / 255).tolist())

@@ -8,11 +8,11 @@ everything that the format lets it check: a file that is cut off, damaged or of 
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import struct
 import tarfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -50,21 +50,19 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape).copy()
 
 
-def read_idx_split(images_path: Path, labels_path: Path, *, count: int, size: int = 28, classes: int = 10) -> Arrays:
+def read_idx_split(images_path: Path, labels_path: Path, *, count: int) -> Arrays:
     """Read one split of an MNIST-like data set: ``count`` square grey images and their labels."""
     images, labels = read_idx(images_path), read_idx(labels_path)
-    _check_shape(images_path, images, (count, size, size))
+    _check_shape(images_path, images, (count, 28, 28))
     _check_shape(labels_path, labels, (count,))
-    _check_labels(labels_path, labels, range(classes))
+    _check_labels(labels_path, labels, range(10))
     return images[:, None], labels.astype(np.int64)
 
 
 def read_cifar10(path: Path, *, per_file: int = 10_000) -> tuple[Arrays, Arrays]:
     """Read the training and the test split of CIFAR-10's binary version: its folder or its .tar.gz."""
-    names = (*CIFAR10_TRAIN, CIFAR10_TEST)
-    raw = _read_members(path, names) if path.is_dir() else _read_packed_members(path, names)
-    records = {}
-    for name in names:
+    raw, records = _read_members(path), {}
+    for name in (*CIFAR10_TRAIN, CIFAR10_TEST):
         where = path / name
         if name not in raw:
             raise _broken(path, f"lacks {name}")
@@ -107,24 +105,16 @@ def _read_bytes(path: Path) -> bytes:
         raise _broken(path, f"cannot be read ({error})") from error
 
 
-def _read_members(folder: Path, names: tuple[str, ...]) -> Mapping[str, bytes]:
-    return {name: _read_bytes(folder / name) for name in names if (folder / name).exists()}
-
-
-def _read_packed_members(path: Path, names: tuple[str, ...]) -> Mapping[str, bytes]:
-    members = {}
+def _read_members(path: Path) -> dict[str, bytes]:
+    """Return the content of each file in a folder, or in a packed archive of one, by its name."""
+    if path.is_dir():
+        return {file.name: _read_bytes(file) for file in path.glob("*.bin")}
     try:
-        with gzip.open(path) as packed:
-            with tarfile.open(fileobj=packed, mode="r|") as archive:
-                for member in archive:
-                    name = Path(member.name).name
-                    content = archive.extractfile(member) if name in names else None
-                    if content is not None:
-                        members[name] = content.read()
-            packed.read()  # gzip compares its checksum only at the very end
+        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(path.read_bytes()))) as archive:
+            members = {Path(member.name).name: archive.extractfile(member) for member in archive if member.isfile()}
+            return {name: content.read() for name, content in members.items() if content is not None}
     except _UNPACKING_ERRORS as error:
         raise _broken(path, f"cannot be unpacked ({error})") from error
-    return members
 
 
 def _check_shape(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ _GREY_MODES = frozenset(("1", "L", "LA"))
 _DEEP_MODES = frozenset(("I", "I;16", "I;16B", "I;16L", "F"))
 
 
-@dataclass(frozen=True, eq=False)
-class UserData:
+class UserData(NamedTuple):
     """What was read: uint8 images ``(n, c, h, w)``, int64 labels, class names; perhaps no test split."""
 
     train: Arrays
@@ -39,19 +37,21 @@ def read_image_folder(root: Path) -> UserData:
     """
     splits = _subfolders(root)
     if "train" not in splits:
-        classes = _class_names(root)
-        return UserData(_stack(_read_class_folders(root, classes)), None, classes)
+        splits = {"train": root}
     if unknown := splits.keys() - {"train", "test"}:
         raise DataError(f"{root / min(unknown)}: beside train/, only test/ is read; move it elsewhere")
-    classes = _class_names(splits["train"])
-    train = _read_class_folders(splits["train"], classes)
-    if "test" not in splits:
-        return UserData(_stack(train), None, classes)
-    if stray := sorted(_subfolders(splits["test"]).keys() - set(classes)):
-        raise DataError(f"{splits['test'] / stray[0]}: there is no class of this name in {splits['train']}")
-    test = _read_class_folders(splits["test"], classes, like=train)
-    colour = _has_colour(train) or _has_colour(test)
-    return UserData(_stack(train, colour), _stack(test, colour), classes)
+    classes = tuple(sorted(_subfolders(splits["train"])))
+    if len(classes) < 2:
+        count = f"{splits['train']} has {len(classes)} folders"
+        raise DataError(f"{count}; it must have one folder of images for each class")
+    images = [_read_class_folders(splits["train"], classes)]
+    if "test" in splits:
+        if stray := sorted(_subfolders(splits["test"]).keys() - set(classes)):
+            raise DataError(f"{splits['test'] / stray[0]}: there is no class of this name in {splits['train']}")
+        images.append(_read_class_folders(splits["test"], classes, like=images[0]))
+    colour = any(pixels.ndim == 3 for split in images for pixels, _ in split)
+    train, *test = (_stack(split, colour) for split in images)
+    return UserData(train, test[0] if test else None, classes)
 
 
 def read_npz(path: Path) -> UserData:
@@ -69,11 +69,11 @@ def read_npz(path: Path) -> UserData:
             f"{path} has the arrays {sorted(arrays)}; it must have x_train and y_train (and x_test and "
             "y_test), or images and labels"
         )
-    train = _images(path, pair[0], arrays), _labels(path, pair[1], arrays)
+    train = _npz_split(path, arrays, *pair)
     classes = _npz_classes(path, train[1], arrays.get("classes"))
     if pair[0] == "images" or not {"x_test", "y_test"} & arrays.keys():
         return UserData(train, None, classes)
-    test = _images(path, "x_test", arrays), _labels(path, "y_test", arrays)
+    test = _npz_split(path, arrays, "x_test", "y_test")
     if test[0].shape[1:] != train[0].shape[1:]:
         raise DataError(f"{path}: x_test has images of shape {test[0].shape[1:]}, x_train of {train[0].shape[1:]}")
     if test[1].max() >= len(classes):
@@ -90,23 +90,16 @@ def _subfolders(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
 
 
-def _class_names(folder: Path) -> tuple[str, ...]:
-    names = tuple(sorted(_subfolders(folder)))
-    if len(names) < 2:
-        raise DataError(f"{folder} has {len(names)} folders; it must have one folder of images for each class")
-    return names
-
-
 def _read_class_folders(root: Path, classes: tuple[str, ...], like: LabelledImages | None = None) -> LabelledImages:
     """Read the images of every class, each of the size of the first one (or of those in ``like``)."""
     found: LabelledImages = []
     size = like[0][0].shape[:2] if like else None
     for label, name in enumerate(classes):
-        files = _image_files(root / name)
+        files = sorted(file for file in (root / name).glob("[!.]*") if file.suffix.lower() in IMAGE_SUFFIXES)
         if not files and not like:  # a class may be absent from the test split
             raise DataError(f"{root / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
         for file in files:
-            pixels = _read_image(file)
+            pixels = _pixels(file)
             size = size or pixels.shape[:2]
             if pixels.shape[:2] != size:
                 raise DataError(
@@ -119,42 +112,32 @@ def _read_class_folders(root: Path, classes: tuple[str, ...], like: LabelledImag
     return found
 
 
-def _image_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(
-        path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-    )
-
-
-def _read_image(path: Path) -> np.ndarray:
+def open_picture(path: Path) -> Image:
+    """A picture file, read whole; a `DataError` says which one cannot be read."""
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
-            return _pixels(path, image)
-    except DataError:
-        raise
+        with Image.open(path) as picture:
+            picture.load()
+            return picture
+    except FileNotFoundError as error:
+        raise DataError(f"there is no picture {path}") from error
     except Exception as error:  # Pillow has another type of error for each way in which a file can be broken
-        raise DataError(f"{path} cannot be read as an image ({type(error).__name__}: {error})") from error
+        raise DataError(f"{path} cannot be read as a picture ({type(error).__name__}: {error})") from error
 
 
-def _pixels(path: Path, image: Image) -> np.ndarray:
+def _pixels(path: Path) -> np.ndarray:
     from PIL import ImageOps
 
+    image = open_picture(path)
     if image.mode in _DEEP_MODES:  # Pillow would cut these off at 255
         raise DataError(f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first")
     upright = ImageOps.exif_transpose(image)
     return np.asarray(upright.convert("L" if upright.mode in _GREY_MODES else "RGB"))
 
 
-def _has_colour(images: LabelledImages) -> bool:
-    return any(pixels.ndim == 3 for pixels, _ in images)
-
-
-def _stack(images: LabelledImages, colour: bool | None = None) -> Arrays:
-    """Put the images into one array, with one channel unless some image (or the caller) has colour."""
-    colour = _has_colour(images) if colour is None else colour
+def _stack(images: LabelledImages, colour: bool) -> Arrays:
+    """Put the images into one array, with three channels or one."""
     height, width = images[0][0].shape[:2]
     stacked = np.empty((len(images), 3 if colour else 1, height, width), np.uint8)
     for target, (pixels, _) in zip(stacked, images, strict=True):
@@ -176,20 +159,22 @@ def _load_arrays(path: Path) -> Mapping[str, np.ndarray]:
         raise DataError(f"{path} cannot be read as an .npz file of plain arrays ({error})") from error
 
 
-def _array(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    if name not in arrays:
-        raise DataError(f"{path} has the arrays {sorted(arrays)}; there is no {name}")
-    return arrays[name]
+def _npz_split(path: Path, arrays: Mapping[str, np.ndarray], *names: str) -> Arrays:
+    """The images and labels of these names."""
+    for name in names:
+        if name not in arrays:
+            raise DataError(f"{path} has the arrays {sorted(arrays)}; there is no {name}")
+    images, labels = (arrays[name] for name in names)
+    return _images(f"{path}: {names[0]}", images), _labels(f"{path}: {names[1]}", labels, len(images))
 
 
-def _images(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    images = _array(path, name, arrays)
+def _images(what: str, images: np.ndarray) -> np.ndarray:
     if not np.issubdtype(images.dtype, np.integer):
-        raise DataError(f"{path}: {name} has type {images.dtype}; pixels must be whole numbers 0 to 255 (uint8)")
+        raise DataError(f"{what} has type {images.dtype}; pixels must be whole numbers 0 to 255 (uint8)")
     if images.ndim not in (3, 4) or images.size == 0:
-        raise DataError(f"{path}: {name} has shape {images.shape}; it must be (n, h, w), (n, c, h, w) or (n, h, w, c)")
+        raise DataError(f"{what} has shape {images.shape}; it must be (n, h, w), (n, c, h, w) or (n, h, w, c)")
     if images.dtype != np.uint8 and (images.min() < 0 or images.max() > 255):
-        raise DataError(f"{path}: {name} has values from {images.min()} to {images.max()}; pixels are 0 to 255")
+        raise DataError(f"{what} has values from {images.min()} to {images.max()}; pixels are 0 to 255")
     if images.ndim == 3:
         images = images[:, None]
     elif images.shape[3] in (1, 3) and images.shape[1] not in (1, 3):
@@ -197,15 +182,13 @@ def _images(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarr
     return np.ascontiguousarray(images, np.uint8)
 
 
-def _labels(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    labels = _array(path, name, arrays)
-    count = len(arrays[name.replace("y_", "x_").replace("labels", "images")])
+def _labels(what: str, labels: np.ndarray, count: int) -> np.ndarray:
     if not np.issubdtype(labels.dtype, np.integer) or labels.shape not in ((count,), (count, 1)):
         raise DataError(
-            f"{path}: {name} is {labels.dtype} of shape {labels.shape}; it must be whole numbers of shape ({count},)"
+            f"{what} is {labels.dtype} of shape {labels.shape}; it must be whole numbers of shape ({count},)"
         )
     if labels.min() < 0:
-        raise DataError(f"{path}: {name} has the label {labels.min()}; labels count from 0")
+        raise DataError(f"{what} has the label {labels.min()}; labels count from 0")
     return labels.reshape(count).astype(np.int64)
 
 

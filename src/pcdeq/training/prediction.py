@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from pcdeq.errors import DataError
+from pcdeq.data.userdata import open_picture
 from pcdeq.models import load
 from pcdeq.recipes import ImageShape, paper_dataset
 from pcdeq.training.evaluation import Device, pick_device
@@ -98,18 +98,6 @@ def prepare_picture(picture: Image.Image, image_shape: ImageShape, ink: bool) ->
             done.append("cut to its middle and scaled")
     pixels = torch.from_numpy(np.array(picture)).reshape(height, width, channels)
     return pixels.permute(2, 0, 1).contiguous(), ", ".join(done) or "as it is"
-
-
-def open_picture(path: Path) -> Image.Image:
-    """A picture file, read whole; a `DataError` says which one cannot be read."""
-    try:
-        with Image.open(path) as picture:
-            picture.load()
-            return picture
-    except FileNotFoundError as error:
-        raise DataError(f"there is no picture {path}") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as a picture: {error}") from error
 
 
 def _on_white(picture: Image.Image) -> Image.Image:

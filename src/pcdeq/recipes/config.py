@@ -117,28 +117,16 @@ class TrainConfig:
         """Fill in from the row whatever was left open; ``image_shape`` helps with data of your own."""
         image_channels = None if image_shape is None else image_shape[0]
         row = find_row(self.row, self.data, image_channels)
-        schedule = self.schedule or row.schedule
-        if schedule != "step" and (self.lr_step or self.lr_factor):
-            raise UsageError(f"lr_step and lr_factor belong to the schedule step, not to {schedule}")
-        augment = row.augment if self.augment is None else self.augment
-        if self.flip and not augment:
+        filled = {name: vars(row).get(name) if value is None else value for name, value in vars(self).items()}
+        if filled["schedule"] != "step":
+            if self.lr_step or self.lr_factor:
+                raise UsageError(f"lr_step and lr_factor belong to the schedule step, not to {filled['schedule']}")
+            filled |= {"lr_step": None, "lr_factor": None}
+        if self.flip and not filled["augment"]:
             raise UsageError("flip is a part of the augmentation: set augment too")
-        defaults = {
-            "channels": row.channels,
-            "epochs": row.epochs,
-            "lr": row.lr,
-            "schedule": row.schedule,
-            "lr_step": row.lr_step if schedule == "step" else None,
-            "lr_factor": row.lr_factor if schedule == "step" else None,
-            "weight_decay": row.weight_decay,
-            "augment": augment,
-            "flip": augment and paper_dataset(self.data, image_channels) == "cifar10",
-        }
-        given = {name: value for name, value in self._values().items() if value is not None}
-        return ResolvedConfig(**{**defaults, **given, "row": row.name})
-
-    def _values(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.flip is None:
+            filled["flip"] = filled["augment"] and paper_dataset(self.data, image_channels) == "cifar10"
+        return ResolvedConfig(**{**filled, "row": row.name})
 
     def changes_from(self, other: TrainConfig) -> dict[str, Any]:
         """The settings in which this differs from another configuration, but for where a run is made.
@@ -146,8 +134,7 @@ class TrainConfig:
         >>> TrainConfig(lr=0.1, device="cpu").changes_from(TrainConfig())
         {'lr': 0.1}
         """
-        theirs = other._values()
-        return {k: v for k, v in self._values().items() if k not in _INCIDENTAL and v != theirs[k]}
+        return {k: v for k, v in vars(self).items() if k not in _INCIDENTAL and v != getattr(other, k)}
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary that survives JSON; :meth:`from_dict` is its inverse."""
@@ -239,10 +226,6 @@ def _fits(value: object, hint: Any) -> bool:
         return all(_fits(item, inner[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
-    if hint is Any:
-        return True
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    if isinstance(value, bool):  # which Python takes for a whole number
+        return hint in (bool, Any)
+    return hint is Any or isinstance(value, int | float if hint is float else hint)

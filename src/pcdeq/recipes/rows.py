@@ -59,79 +59,71 @@ class Row:
     augment: bool
 
 
-# dataset  title  params  accuracy  channels  epochs  lr  lr_step  lr_factor (- and -: one-cycle)  weight_decay
+# The published counts, params, are rounded; parameters follow from the networks, which depend only on the colours, the
+# channels and the image size (SVHN and CIFAR-10 share theirs).
+# dataset  title  params  parameters  accuracy  channels  epochs  lr  lr_step  lr_factor  weight_decay; one-cycle has - -
 _TABLES = """
-mnist   NODE                 84K  96.4  92           40  0.001   30  0.1  0
-mnist   ANODE                84K  98.2  64,5         40  0.001   30  0.1  0
-mnist   monDEQ-L             84K  98.1  87           40  0.001   30  0.1  0
-mnist   monDEQ-SC            84K  99.1  56           40  0.001   30  0.1  0
-mnist   monDEQ-MT            81K  99.0  16,32,32     40  0.001   30  0.1  0
-mnist   pcDEQ-1-L-ReLU6      70K  98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-L-Tanh       70K  98.2  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-L-Softsign   70K  98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-2-L-Sigmoid    70K  98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-SC-ReLU6     69K  99.2  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-1-SC-Tanh      69K  99.2  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-1-SC-Softsign  69K  99.1  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-2-SC-Sigmoid   69K  98.9  82           40  0.0002  30  0.1  0.02
-mnist   pcDEQ-1-MC-ReLU6     41K  99.3  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-1-MC-Tanh      41K  99.2  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-1-MC-Softsign  41K  99.2  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-2-MC-Sigmoid   41K  98.7  12,24,48     40  0.0002  30  0.1  0.015
-svhn    NODE                 172K 81.0  125          50  0.001   40  0.1  0
-svhn    ANODE                172K 83.5  64,10        50  0.001   40  0.1  0
-svhn    monDEQ-SC            172K 88.7  81           80  0.001   70  0.1  0
-svhn    monDEQ-MT            170K 92.4  16,32,60     50  0.001   40  0.1  0
-svhn    pcDEQ-1-SC-ReLU6     165K 88.0  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-1-SC-Tanh      165K 88.1  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-1-SC-Softsign  165K 88.4  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-2-SC-Sigmoid   165K 87.3  125          80  0.0005  70  0.1  0.02
-svhn    pcDEQ-1-MC-ReLU6     131K 93.0  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-1-MC-Tanh      131K 92.3  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-1-MC-Softsign  131K 92.3  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-2-MC-Sigmoid   131K 91.5  20,50,80     50  0.0002  40  0.1  0.015
-cifar10 NODE                 172K 53.7  125          50  0.001   40  0.1  0
-cifar10 NODE*                1M   59.9  327          120 0.001   100 0.1  0
-cifar10 ANODE                172K 60.6  64,10        50  0.001   40  0.1  0
-cifar10 ANODE*               1M   73.4  308,10       120 0.001   100 0.1  0
-cifar10 monDEQ-SC            172K 74.0  81           80  0.001   70  0.1  0
-cifar10 monDEQ-SC*           854K 82.0  200          65  0.01    -   -    0
-cifar10 monDEQ-MT            170K 72.0  16,32,60     50  0.01    40  0.1  0
-cifar10 monDEQ-MT*           1M   89.0  64,128,128   65  0.05    -   -    0
-cifar10 pcDEQ-1-SC-ReLU6     165K 76.3  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-1-SC-Tanh      165K 76.6  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-1-SC-Softsign  165K 76.4  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-2-SC-Sigmoid   165K 75.5  125          80  0.0002  70  0.1  0.02
-cifar10 pcDEQ-1-MC-ReLU6     131K 78.2  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-ReLU6*    661K 89.2  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-1-MC-Tanh      131K 76.5  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-Tanh*     661K 88.5  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-1-MC-Softsign  131K 77.1  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-Softsign* 661K 89.0  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-2-MC-Sigmoid   131K 71.0  20,50,80     50  0.0002  40  0.1  0.015
-cifar10 pcDEQ-2-MC-Sigmoid*  661K 85.6  100,120,140  120 0.0002  100 0.1  0.02
+mnist   NODE                 84K  85316    96.4  92           40  0.001   30  0.1  0
+mnist   ANODE                84K  85462    98.2  64,5         40  0.001   30  0.1  0
+mnist   monDEQ-L             84K  84313    98.1  87           40  0.001   30  0.1  0
+mnist   monDEQ-SC            84K  84460    99.1  56           40  0.001   30  0.1  0
+mnist   monDEQ-MT            81K  81458    99.0  16,32,32     40  0.001   30  0.1  0
+mnist   pcDEQ-1-L-ReLU6      70K  70410    98.1  80           40  0.001   30  0.1  0.02
+mnist   pcDEQ-1-L-Tanh       70K  70410    98.2  80           40  0.001   30  0.1  0.02
+mnist   pcDEQ-1-L-Softsign   70K  70410    98.1  80           40  0.001   30  0.1  0.02
+mnist   pcDEQ-2-L-Sigmoid    70K  70410    98.1  80           40  0.001   30  0.1  0.02
+mnist   pcDEQ-1-SC-ReLU6     69K  69136    99.2  82           40  0.0007  30  0.1  0.02
+mnist   pcDEQ-1-SC-Tanh      69K  69136    99.2  82           40  0.0007  30  0.1  0.02
+mnist   pcDEQ-1-SC-Softsign  69K  69136    99.1  82           40  0.0007  30  0.1  0.02
+mnist   pcDEQ-2-SC-Sigmoid   69K  69136    98.9  82           40  0.0002  30  0.1  0.02
+mnist   pcDEQ-1-MC-ReLU6     41K  41278    99.3  12,24,48     40  0.0005  30  0.1  0.015
+mnist   pcDEQ-1-MC-Tanh      41K  41278    99.2  12,24,48     40  0.0005  30  0.1  0.015
+mnist   pcDEQ-1-MC-Softsign  41K  41278    99.2  12,24,48     40  0.0005  30  0.1  0.015
+mnist   pcDEQ-2-MC-Sigmoid   41K  41278    98.7  12,24,48     40  0.0002  30  0.1  0.015
+svhn    NODE                 172K 173611   81.0  125          50  0.001   40  0.1  0
+svhn    ANODE                172K 172452   83.5  64,10        50  0.001   40  0.1  0
+svhn    monDEQ-SC            172K 172218   88.7  81           80  0.001   70  0.1  0
+svhn    monDEQ-MT            170K 170286   92.4  16,32,60     50  0.001   40  0.1  0
+svhn    pcDEQ-1-SC-ReLU6     165K 164760   88.0  125          80  0.0007  70  0.1  0.02
+svhn    pcDEQ-1-SC-Tanh      165K 164760   88.1  125          80  0.0007  70  0.1  0.02
+svhn    pcDEQ-1-SC-Softsign  165K 164760   88.4  125          80  0.0007  70  0.1  0.02
+svhn    pcDEQ-2-SC-Sigmoid   165K 164760   87.3  125          80  0.0005  70  0.1  0.02
+svhn    pcDEQ-1-MC-ReLU6     131K 130950   93.0  20,50,80     50  0.0005  40  0.1  0.015
+svhn    pcDEQ-1-MC-Tanh      131K 130950   92.3  20,50,80     50  0.0005  40  0.1  0.015
+svhn    pcDEQ-1-MC-Softsign  131K 130950   92.3  20,50,80     50  0.0005  40  0.1  0.015
+svhn    pcDEQ-2-MC-Sigmoid   131K 130950   91.5  20,50,80     50  0.0002  40  0.1  0.015
+cifar10 NODE                 172K 173611   53.7  125          50  0.001   40  0.1  0
+cifar10 NODE*                1M   998983   59.9  327          120 0.001   100 0.1  0
+cifar10 ANODE                172K 172452   60.6  64,10        50  0.001   40  0.1  0
+cifar10 ANODE*               1M   998636   73.4  308,10       120 0.001   100 0.1  0
+cifar10 monDEQ-SC            172K 172218   74.0  81           80  0.001   70  0.1  0
+cifar10 monDEQ-SC*           854K 853612   82.0  200          65  0.01    -   -    0
+cifar10 monDEQ-MT            170K 170286   72.0  16,32,60     50  0.01    40  0.1  0
+cifar10 monDEQ-MT*           1M   1014802  89.0  64,128,128   65  0.05    -   -    0
+cifar10 pcDEQ-1-SC-ReLU6     165K 164760   76.3  125          80  0.0005  70  0.1  0.02
+cifar10 pcDEQ-1-SC-Tanh      165K 164760   76.6  125          80  0.0005  70  0.1  0.02
+cifar10 pcDEQ-1-SC-Softsign  165K 164760   76.4  125          80  0.0005  70  0.1  0.02
+cifar10 pcDEQ-2-SC-Sigmoid   165K 164760   75.5  125          80  0.0002  70  0.1  0.02
+cifar10 pcDEQ-1-MC-ReLU6     131K 130950   78.2  20,50,80     50  0.0007  40  0.1  0.015
+cifar10 pcDEQ-1-MC-ReLU6*    661K 661470   89.2  100,120,140  120 0.0007  100 0.1  0.02
+cifar10 pcDEQ-1-MC-Tanh      131K 130950   76.5  20,50,80     50  0.0007  40  0.1  0.015
+cifar10 pcDEQ-1-MC-Tanh*     661K 661470   88.5  100,120,140  120 0.0007  100 0.1  0.02
+cifar10 pcDEQ-1-MC-Softsign  131K 130950   77.1  20,50,80     50  0.0007  40  0.1  0.015
+cifar10 pcDEQ-1-MC-Softsign* 661K 661470   89.0  100,120,140  120 0.0007  100 0.1  0.02
+cifar10 pcDEQ-2-MC-Sigmoid   131K 130950   71.0  20,50,80     50  0.0002  40  0.1  0.015
+cifar10 pcDEQ-2-MC-Sigmoid*  661K 661470   85.6  100,120,140  120 0.0002  100 0.1  0.02
 """
-
-# The published counts are rounded; these follow from the networks, which depend only on the
-# colours, the channels and the image size (SVHN and CIFAR-10 share theirs).
-_PARAMETERS = {
-    "pcdeq": {"70K": 70410, "69K": 69136, "41K": 41278, "165K": 164760, "131K": 130950, "661K": 661470},
-    "node": {"84K": 85316, "172K": 173611, "1M": 998983},
-    "anode": {"84K": 85462, "172K": 172452, "1M": 998636},
-    "mondeq-l": {"84K": 84313},
-    "mondeq-sc": {"84K": 84460, "172K": 172218, "854K": 853612},
-    "mondeq-mt": {"81K": 81458, "170K": 170286, "1M": 1014802},
-}
 
 
 def _parse_row(line: str) -> Row:
-    dataset, title, params, accuracy, channels, epochs, lr, lr_step, lr_factor, weight_decay = line.split()
+    dataset, title, params, parameters, accuracy, channels, *training = line.split()
+    epochs, lr, lr_step, lr_factor, weight_decay = training
     name = title.lower().replace("*", "-aug")
     family, *rest = title.rstrip("*").lower().split("-")
     if family == "pcdeq":
-        counts, (_, topology, activation) = "pcdeq", rest
+        _, topology, activation = rest
     else:
-        counts, topology, activation = "-".join([family, *rest]), rest[0] if rest else "ode", "relu"
+        topology, activation = rest[0] if rest else "ode", "relu"
     stepwise = lr_step != "-"
     return Row(
         dataset=dataset,
@@ -142,7 +134,7 @@ def _parse_row(line: str) -> Row:
         activation=activation,
         accuracy=float(accuracy),
         params=params,
-        parameters=_PARAMETERS[counts][params],
+        parameters=int(parameters),
         channels=tuple(map(int, channels.split(","))),
         epochs=int(epochs),
         lr=float(lr),

@@ -20,7 +20,7 @@ class DownloadBar:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False)
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task(title, total=None)
         self.title = title
@@ -44,7 +44,7 @@ class DownloadBar:
 
     def _say(self, line: str) -> None:
         if self.progress.disable:
-            self.console.print(line, markup=False)
+            self.console.print(line, soft_wrap=True)
 
 
 @contextlib.contextmanager

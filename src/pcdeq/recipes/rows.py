@@ -61,7 +61,7 @@ class Row:
 
 # The published counts, params, are rounded; parameters follow from the networks, which depend only on the colours, the
 # channels and the image size (SVHN and CIFAR-10 share theirs).
-# dataset  title  params  parameters  accuracy  channels  epochs  lr  lr_step  lr_factor  weight_decay; one-cycle has - -
+# dataset  title  params  parameters  accuracy  channels  epochs  lr  lr_step  lr_factor  weight_decay (one-cycle: - -)
 _TABLES = """
 mnist   NODE                 84K  85316    96.4  92           40  0.001   30  0.1  0
 mnist   ANODE                84K  85462    98.2  64,5         40  0.001   30  0.1  0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pcdeq.reproduce.plan import Job
 from pcdeq.training import resume, summarise, train
-from pcdeq.training.display import Silence
+from pcdeq.training.display import Display
 
 PULSE_SECONDS = 1.0
 
@@ -37,7 +37,7 @@ def work(job: Job, tell: Callable[[Pulse], None] = lambda pulse: None) -> None:
         summarise(job.run)
 
 
-class _Pulses(Silence):
+class _Pulses(Display):
     def __init__(self, epochs: int, tell: Callable[[Pulse], None]) -> None:
         self.epochs = epochs
         self.tell = tell

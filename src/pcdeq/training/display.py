@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,15 +18,15 @@ ProgressKind = Literal["auto", "bar", "lines", "json", "none"]
 REFRESH_SECONDS = 0.15  # reading a loss waits for the device, so not at every step
 
 
-class Display(Protocol):
-    """Where training reports to."""
+class Display:
+    """Where training reports to; this one shows nothing."""
 
     def start(self, text: list[str], total_images: int, images_done: int) -> None:
         """Training begins; ``text`` says what is trained on what."""
 
     def due(self) -> bool:
         """Whether it is time for `step` again."""
-        ...
+        return False
 
     def step(self, images_done: int, loss: float, accuracy: float, steps: float) -> None:
         """Some batches are done; ``steps`` is the mean number of forward steps just now."""
@@ -38,70 +38,50 @@ class Display(Protocol):
         """Training has ended, well or not."""
 
 
-class Silence:
-    """Shows nothing."""
-
-    def start(self, text: list[str], total_images: int, images_done: int) -> None:
-        pass
-
-    def due(self) -> bool:
-        return False
-
-    def step(self, images_done: int, loss: float, accuracy: float, steps: float) -> None:
-        pass
-
-    def epoch(self, metrics: EpochMetrics) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-class JsonLines(Silence):
+class JsonLines(Display):
     """One JSON object per epoch on standard output: the lines of ``metrics.jsonl``."""
 
     def epoch(self, metrics: EpochMetrics) -> None:
         print(json.dumps(asdict(metrics)), flush=True)
 
 
-class Lines(Silence):
-    """A plain line per epoch, for logs."""
+class Lines(Display):
+    """A line per epoch, for people and for logs."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.epochs = config.epochs
+        self.console = Console(highlight=False, markup=False, emoji=False)
 
     def start(self, text: list[str], total_images: int, images_done: int) -> None:
-        print("\n".join(text), flush=True)
+        self.console.print("\n".join(text), soft_wrap=True)
 
     def epoch(self, metrics: EpochMetrics) -> None:
-        print(describe_epoch(metrics, self.epochs), flush=True)
+        self.console.print(describe_epoch(metrics, self.epochs), soft_wrap=True)
 
 
-class Bar(Silence):
-    """A bar over the whole run, with a line above it for each epoch done."""
+class Bar(Lines):
+    """The same above a bar over the whole run."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        self.epochs = config.epochs
+        super().__init__(config)
         self.progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:>3.0f} %"),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
-            console=Console(highlight=False),
+            console=self.console,
             speed_estimate_period=60,
             transient=True,
         )
         self.last_refresh = 0.0
-        self.first: tuple[float, int] = (0.0, 0)
 
     def start(self, text: list[str], total_images: int, images_done: int) -> None:
-        self.progress.console.print("\n".join(text), highlight=False)
+        super().start(text, total_images, images_done)
         self.per_epoch = total_images // self.epochs
         self.first = (time.monotonic(), images_done)
-        self.task = self.progress.add_task(
-            "", total=total_images, completed=images_done, epoch=self._epoch(images_done), numbers=""
-        )
+        epoch = self._epoch(images_done)
+        self.task = self.progress.add_task("", total=total_images, completed=images_done, epoch=epoch, numbers="")
         self.progress.start()
 
     def due(self) -> bool:
@@ -114,9 +94,6 @@ class Bar(Silence):
         numbers = f"loss {loss:.3f}  accuracy {accuracy:.1f} %  {steps:.0f} steps  {speed:,.0f} images/s"
         self.progress.update(self.task, completed=images_done, epoch=self._epoch(images_done), numbers=numbers)
 
-    def epoch(self, metrics: EpochMetrics) -> None:
-        self.progress.console.print(describe_epoch(metrics, self.epochs), highlight=False)
-
     def stop(self) -> None:
         self.progress.stop()
 
@@ -126,15 +103,13 @@ class Bar(Silence):
 
 def make_display(kind: ProgressKind | Display, config: ResolvedConfig) -> Display:
     """The display of this kind; ``auto`` draws a bar on a terminal and prints lines elsewhere."""
-    if not isinstance(kind, str):
+    if isinstance(kind, Display):
         return kind
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "lines"
-    if kind == "bar":
-        return Bar(config)
-    if kind == "lines":
-        return Lines(config)
-    return JsonLines() if kind == "json" else Silence()
+    if kind in ("bar", "lines"):
+        return Bar(config) if kind == "bar" else Lines(config)
+    return JsonLines() if kind == "json" else Display()
 
 
 def describe_epoch(metrics: EpochMetrics, epochs: int) -> str:

@@ -30,7 +30,7 @@ from pcdeq.errors import ConvergenceWarning, PcdeqError, UsageError
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import equilibrium_layers
 from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
-from pcdeq.training.display import Display, ProgressKind, Silence, make_display
+from pcdeq.training.display import Display, ProgressKind, make_display
 from pcdeq.training.evaluation import Device, measure
 from pcdeq.training.objective import Objective, objective_after, plain_loss
 from pcdeq.training.optim import learning_rate
@@ -106,7 +106,7 @@ def resume(
 def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progress: ProgressKind | Display) -> Run:
     """Train the epochs that are left, saving each."""
     config, main = session.config, session.accelerator.is_main_process
-    display = make_display(progress, config) if main else Silence()
+    display = make_display(progress, config) if main else Display()
     images = session.epoch_images
     try:
         with run.alone() if main else nullcontext(), _settings(config):
@@ -136,7 +136,7 @@ def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progr
 
 def _is_quiet(progress: ProgressKind | Display) -> bool:
     """Whether nobody watches the terminal."""
-    return progress in ("json", "none") or not isinstance(progress, str)
+    return progress in ("json", "none") or isinstance(progress, Display)
 
 
 def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:

@@ -25,7 +25,7 @@ def work(job: Job, tell: Callable[[Pulse], None] = lambda pulse: None) -> None:
     """Train what is missing of a run, and measure what it became; ``tell`` hears once a second how far it is."""
     if job.stage != "done":
         # Also where only the summary is missing: of an epoch whose checkpoint was not written, the line is dropped.
-        config, display = job.config, _Pulses(job.epochs, tell)
+        config, display = job.config, _Pulses(tell)
         if job.run is None:
             train(config, progress=display)
         else:
@@ -38,13 +38,12 @@ def work(job: Job, tell: Callable[[Pulse], None] = lambda pulse: None) -> None:
 
 
 class _Pulses(Display):
-    def __init__(self, epochs: int, tell: Callable[[Pulse], None]) -> None:
-        self.epochs = epochs
+    def __init__(self, tell: Callable[[Pulse], None]) -> None:
         self.tell = tell
         self.last = 0.0
 
-    def start(self, text: list[str], total_images: int, images_done: int) -> None:
-        self.per_epoch = total_images / self.epochs
+    def start(self, text: list[str], epochs: int, epoch_images: int, epochs_done: int) -> None:
+        self.per_epoch = epoch_images
 
     def due(self) -> bool:
         return time.monotonic() - self.last > PULSE_SECONDS

@@ -11,7 +11,6 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pcdeq.recipes import ResolvedConfig
 from pcdeq.training.run import EpochMetrics
 
 ProgressKind = Literal["auto", "bar", "lines", "json", "none"]
@@ -21,8 +20,8 @@ REFRESH_SECONDS = 0.15  # reading a loss waits for the device, so not at every s
 class Display:
     """Where training reports to; this one shows nothing."""
 
-    def start(self, text: list[str], total_images: int, images_done: int) -> None:
-        """Training begins; ``text`` says what is trained on what."""
+    def start(self, text: list[str], epochs: int, epoch_images: int, epochs_done: int) -> None:
+        """Training begins or goes on; ``text`` says what is trained on what."""
 
     def due(self) -> bool:
         """Whether it is time for `step` again."""
@@ -48,11 +47,11 @@ class JsonLines(Display):
 class Lines(Display):
     """A line per epoch, for people and for logs."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
-        self.epochs = config.epochs
+    def __init__(self) -> None:
         self.console = Console(highlight=False, markup=False, emoji=False)
 
-    def start(self, text: list[str], total_images: int, images_done: int) -> None:
+    def start(self, text: list[str], epochs: int, epoch_images: int, epochs_done: int) -> None:
+        self.epochs = epochs
         self.console.print("\n".join(text), soft_wrap=True)
 
     def epoch(self, metrics: EpochMetrics) -> None:
@@ -62,8 +61,8 @@ class Lines(Display):
 class Bar(Lines):
     """The same above a bar over the whole run."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
-        super().__init__(config)
+    def __init__(self) -> None:
+        super().__init__()
         self.progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(bar_width=None),
@@ -76,12 +75,12 @@ class Bar(Lines):
         )
         self.last_refresh = 0.0
 
-    def start(self, text: list[str], total_images: int, images_done: int) -> None:
-        super().start(text, total_images, images_done)
-        self.per_epoch = total_images // self.epochs
-        self.first = (time.monotonic(), images_done)
-        epoch = self._epoch(images_done)
-        self.task = self.progress.add_task("", total=total_images, completed=images_done, epoch=epoch, numbers="")
+    def start(self, text: list[str], epochs: int, epoch_images: int, epochs_done: int) -> None:
+        super().start(text, epochs, epoch_images, epochs_done)
+        self.per_epoch, done = epoch_images, epochs_done * epoch_images
+        self.first = (time.monotonic(), done)
+        total = epochs * epoch_images
+        self.task = self.progress.add_task("", total=total, completed=done, epoch=self._epoch(done), numbers="")
         self.progress.start()
 
     def due(self) -> bool:
@@ -101,14 +100,14 @@ class Bar(Lines):
         return f"{min(self.epochs, images_done // self.per_epoch + 1)}/{self.epochs}"
 
 
-def make_display(kind: ProgressKind | Display, config: ResolvedConfig) -> Display:
+def make_display(kind: ProgressKind | Display) -> Display:
     """The display of this kind; ``auto`` draws a bar on a terminal and prints lines elsewhere."""
-    if isinstance(kind, Display):
+    if not isinstance(kind, str):
         return kind
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "lines"
     if kind in ("bar", "lines"):
-        return Bar(config) if kind == "bar" else Lines(config)
+        return Bar() if kind == "bar" else Lines()
     return JsonLines() if kind == "json" else Display()
 
 

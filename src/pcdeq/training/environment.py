@@ -43,13 +43,10 @@ def _git_commit(checkout: Path) -> dict[str, Any] | None:
     """The commit of the checkout this package is used from, or None if it was installed from a wheel."""
     if not (checkout / ".git").exists():
         return None
+    command = ["git", "-C", str(checkout), "status", "--porcelain=v2", "--branch"]
     try:
-        commit = _git(checkout, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git(checkout, "status", "--porcelain"))}
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(checkout: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(checkout), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    oid = next(line for line in told if line.startswith("# branch.oid "))
+    return {"commit": oid.split()[-1], "dirty": any(not line.startswith("#") for line in told)}

@@ -7,7 +7,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ def measure(network: nn.Module, batches: Batches) -> Evaluation:
     layers = equilibrium_layers(network)
     was_training = network.training
     network.eval()
-    labels, predictions, confidences, losses = [], [], [], []
+    seen: list[Tensor] = []  # of each image label, prediction, confidence and loss
     steps = [0] * len(layers)
     unconverged = 0
     with warnings.catch_warnings():
@@ -78,28 +78,24 @@ def measure(network: nn.Module, batches: Batches) -> Evaluation:
                 continue  # this process has no part in the last batch
             logits = network(images).float()
             confidence, prediction = logits.softmax(1).max(1)
-            labels.append(truth)
-            predictions.append(prediction)
-            confidences.append(confidence)
-            losses.append(F.cross_entropy(logits, truth, reduction="sum"))
+            loss = F.cross_entropy(logits, truth, reduction="none")
+            seen.append(torch.stack([truth.float(), prediction.float(), confidence, loss], 1))
             for i, layer in enumerate(layers):
                 if layer.last_forward is not None:
                     steps[i] += layer.last_forward.steps
                     unconverged += layer.last_forward.unconverged
     network.train(was_training)
+    table = torch.cat(seen).cpu() if seen else torch.empty(0, 4)
+    labels, predictions, confidences, losses = table.unbind(1)
     return Evaluation(
-        labels=_join(labels, torch.int64),
-        predictions=_join(predictions, torch.int64),
-        confidences=_join(confidences, torch.float32),
-        loss=sum(float(loss) for loss in losses) / max(1, sum(map(len, labels))),
-        forward_steps=tuple(total / max(1, len(losses)) for total in steps),
+        labels=labels.long(),
+        predictions=predictions.long(),
+        confidences=confidences,
+        loss=float(losses.double().sum()) / max(1, len(losses)),
+        forward_steps=tuple(total / max(1, len(seen)) for total in steps),
         unconverged=unconverged,
         seconds=time.perf_counter() - start,
     )
-
-
-def _join(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=dtype)
 
 
 def evaluate(
@@ -124,7 +120,7 @@ def evaluate(
     >>> evaluation.accuracy == run.accuracy, evaluation.unconverged, dataset.name
     (True, 0, 'mnist-mini')
     """
-    run = run if isinstance(run, Run) else Run.open(run)
+    run = Run.open(run)
     dataset = load_dataset(data or run.config.data, data_dir=data_dir or run.config.data_dir, quiet=quiet)
     if dataset.image_shape != run.image_shape or dataset.num_classes != len(run.preprocessing.classes):
         raise UsageError(
@@ -133,29 +129,15 @@ def evaluate(
         )
     network = load(run, checkpoint)
     where = pick_device(device)
-    batches = ordered_batches(dataset.test, run.preprocessing, batch_size, where)
-    return measure(network.to(where), batches), dataset
+    return measure(network.to(where), make_batches(dataset.test, run.preprocessing, batch_size, where)), dataset
 
 
-def ordered_batches(
-    split: Split,
-    preprocessing: Preprocessing,
-    batch_size: int,
-    device: torch.device,
-    rank: int = 0,
-    world_size: int = 1,
+def make_batches(
+    split: Split, preprocessing: Preprocessing, batch_size: int, device: torch.device, **options: Any
 ) -> Batches:
-    """A split in order, normalised as in training and never augmented."""
-    return Batches(
-        split,
-        batch_size,
-        mean=preprocessing.mean,
-        std=preprocessing.std,
-        device=device,
-        rank=rank,
-        world_size=world_size,
-        channels_last=True,
-    )
+    """A split, normalised as in training; in order and not augmented, unless ``options`` of `Batches` say so."""
+    mean, std = preprocessing.mean, preprocessing.std
+    return Batches(split, batch_size, mean=mean, std=std, device=device, channels_last=True, **options)
 
 
 def pick_device(name: Device) -> torch.device:

@@ -58,7 +58,7 @@ def predict(
     >>> prediction.label in "0123456789", len(prediction.ranking), prediction.preparation
     (True, 3, 'inverted, ink scaled and centred')
     """
-    run = run if isinstance(run, Run) else Run.open(run)
+    run = Run.open(run)
     paths = [Path(picture) for picture in pictures]
     ink = paper_dataset(run.config.data) == "mnist"
     prepared = [prepare_picture(open_picture(path), run.image_shape, ink) for path in paths]

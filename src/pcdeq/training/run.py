@@ -17,8 +17,8 @@ import json
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,13 @@ class Run(os.PathLike[str]):
     def open(cls, path: str | os.PathLike[str]) -> Run:
         """An existing run folder."""
         run = cls(Path(path))
-        if not (run.path / "config.json").is_file():
-            raise UsageError(_no_run(path))
-        return run
+        if (run.path / "config.json").is_file():
+            return run
+        if str(run.path) in pretrained_names():
+            raise UsageError(
+                f"{run.path} is a network of the package, for pcdeq.load in Python; this command needs a run folder"
+            )
+        raise UsageError(f"{run.path} is not a run folder (it has no config.json); see `pcdeq list runs`")
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -209,7 +213,7 @@ class Run(os.PathLike[str]):
 
     def save(self, which: Which, checkpoint: Checkpoint) -> None:
         """Replace a checkpoint; until the new one is complete on the disk, the old one stands."""
-        state = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint)}
+        state = dict(vars(checkpoint))
         model, network = state.pop("model"), state.pop("network")
         training = io.BytesIO()
         torch.save(state, training)
@@ -245,12 +249,6 @@ class Run(os.PathLike[str]):
             ) from error
 
 
-def _no_run(path: str | os.PathLike[str]) -> str:
-    if str(path) in pretrained_names():
-        return f"{path} is a network of the package, for pcdeq.load in Python; this command needs a run folder"
-    return f"{path} is not a run folder (it has no config.json); see `pcdeq list runs`"
-
-
 def find_runs(folder: Path = RUNS) -> list[Run]:
     """The runs in a folder, by name."""
     return [Run(path.parent) for path in sorted(folder.glob("*/config.json"))]
@@ -269,11 +267,10 @@ def _new_folder(config: ResolvedConfig) -> Path:
     number = 1
     while True:
         path = RUNS / (name if number == 1 else f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             path.mkdir(parents=True)  # of two processes that try at once, one succeeds
             return path
-        except FileExistsError:
-            number += 1
+        number += 1
 
 
 def _is_free(path: Path) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from pcdeq.models.description import Description
 from pcdeq.models.registry import make_network
 from pcdeq.operators import project_
 from pcdeq.recipes import ResolvedConfig, TrainConfig
-from pcdeq.training.evaluation import EVALUATION_BATCH, ordered_batches, pick_device
+from pcdeq.training.evaluation import EVALUATION_BATCH, make_batches, pick_device
 from pcdeq.training.objective import WorstCase
 from pcdeq.training.optim import make_optimizer, restore_optimizer
 from pcdeq.training.run import Checkpoint, Run
@@ -81,18 +82,6 @@ class Session:
         assert self.network.preprocessing is not None  # make_network sets it
         return self.network.preprocessing
 
-    def share(self, value: str) -> str:
-        """The main process's value, on every process."""
-        box = [value]
-        broadcast_object_list(box)
-        return box[0]
-
-    def share_buffers(self) -> None:
-        """Give every process the main one's batch statistics, so that all evaluate the same network."""
-        if self.accelerator.num_processes > 1:
-            for buffer in self.network.buffers():
-                torch.distributed.broadcast(buffer, src=0)
-
     def total(self, values: list[float]) -> list[float]:
         """Sums over all processes."""
         if self.accelerator.num_processes == 1:
@@ -120,6 +109,8 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
     _check_batch_size(resolved, accelerator.num_processes, len(train))
     seed_everything(config.seed, epoch=0)
     network = make_network(resolved, dataset.image_shape, preprocessing)
+    order = {name: getattr(resolved, name) for name in ("augment", "flip", "seed")}
+    at_once = max(EVALUATION_BATCH, accelerator.num_processes)
     model = accelerator.prepare(network if resolved.robust_radius is None else WorstCase(network))
     return Session(
         config=resolved,
@@ -127,9 +118,9 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         network=network,
         model=model,
         optimizer=make_optimizer(resolved, network, accelerator.device),
-        train=_training_batches(train, resolved, preprocessing, accelerator),
-        test=_ordered(dataset.test, preprocessing, accelerator),
-        validation=None if held_out is None else _ordered(held_out, preprocessing, accelerator),
+        train=_share(train, preprocessing, resolved.batch_size, accelerator, shuffle=True, **order),
+        test=_share(dataset.test, preprocessing, at_once, accelerator),
+        validation=None if held_out is None else _share(held_out, preprocessing, at_once, accelerator),
         epoch_images=min(len(train), (resolved.steps_per_epoch or len(train)) * resolved.batch_size),
         data_line=dataset.describe(),
     )
@@ -179,26 +170,9 @@ def _check_batch_size(config: ResolvedConfig, processes: int, images: int) -> No
         )
 
 
-def _training_batches(
-    split: Split, config: ResolvedConfig, preprocessing: Preprocessing, accelerator: Accelerator
+def _share(
+    split: Split, preprocessing: Preprocessing, batch_size: int, accelerator: Accelerator, **options: Any
 ) -> Batches:
-    return Batches(
-        split,
-        config.batch_size,
-        mean=preprocessing.mean,
-        std=preprocessing.std,
-        device=accelerator.device,
-        shuffle=True,
-        augment=config.augment,
-        flip=config.flip,
-        seed=config.seed,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        channels_last=True,
-    )
-
-
-def _ordered(split: Split, preprocessing: Preprocessing, accelerator: Accelerator) -> Batches:
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    batch_size = max(EVALUATION_BATCH, world_size)
-    return ordered_batches(split, preprocessing, batch_size, accelerator.device, rank, world_size)
+    """This process's part of the batches of a split."""
+    options |= {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    return make_batches(split, preprocessing, batch_size, accelerator.device, **options)

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from pcdeq.solvers import SolvingLayer
 
 
-@dataclass
 class Tally:
     """Sums over an epoch, on this process; losses stay on the device until someone asks."""
 
-    layers: list[SolvingLayer]
-    losses: list[Tensor] = field(default_factory=list)
-    hits: list[Tensor] = field(default_factory=list)
-    images: list[int] = field(default_factory=list)
-    forward: list[int] = field(default_factory=list)  # steps per layer
-    backward: list[int] = field(default_factory=list)
-    unconverged: int = 0
-    shown: int = 0  # how many parts `recent` has told of
-
-    def __post_init__(self) -> None:
-        self.forward = [0] * len(self.layers)
-        self.backward = [0] * len(self.layers)
+    def __init__(self, layers: list[SolvingLayer]) -> None:
+        self.layers = layers
+        self.losses: list[Tensor] = []
+        self.hits: list[Tensor] = []
+        self.images: list[int] = []
+        self.forward = [0] * len(layers)  # steps per layer
+        self.backward = [0] * len(layers)
+        self.unconverged = 0
+        self.shown = 0  # how many parts `recent` has told of
 
     def add(self, loss: Tensor, hits: Tensor, images: int) -> None:
         """Take in one forward and backward pass."""

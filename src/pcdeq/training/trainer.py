@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast, broadcast_object_list
 from torch import Tensor, nn
 
 from pcdeq.data import Batches
@@ -30,7 +31,7 @@ from pcdeq.errors import ConvergenceWarning, PcdeqError, UsageError
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import equilibrium_layers
 from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
-from pcdeq.training.display import Display, ProgressKind, make_display
+from pcdeq.training.display import Display, Lines, ProgressKind, make_display
 from pcdeq.training.evaluation import Device, measure
 from pcdeq.training.objective import Objective, objective_after, plain_loss
 from pcdeq.training.optim import learning_rate
@@ -56,11 +57,13 @@ def train(config: TrainConfig | None = None, *, progress: ProgressKind | Display
     >>> run.accuracy > 50, len(run.metrics)
     (True, 1)
     """
-    session = open_session(config or TrainConfig(), quiet=_is_quiet(progress))
-    path = ""
+    display = make_display(progress)
+    session = open_session(config or TrainConfig(), quiet=not isinstance(display, Lines))
+    path = [""]
     if session.accelerator.is_main_process:
-        path = str(Run.create(session.config, session.preprocessing, session.network.image_shape).path)
-    return _fit(session, Run.open(session.share(path)), epochs_done=0, best=None, progress=progress)
+        path = [str(Run.create(session.config, session.preprocessing, session.network.image_shape).path)]
+    broadcast_object_list(path)
+    return _fit(session, Run.open(path[0]), epochs_done=0, best=None, display=display)
 
 
 def resume(
@@ -84,7 +87,7 @@ def resume(
         device: move to another device; results then agree only up to rounding.
         data_dir: where the data are now.
     """
-    run = run if isinstance(run, Run) else Run.open(run)
+    run, display = Run.open(run), make_display(progress)
     config = run.config
     if epochs not in (None, config.epochs) and config.schedule == "one-cycle":
         raise UsageError(f"the one-cycle rate was planned for {config.epochs} epochs; they cannot be changed")
@@ -92,7 +95,7 @@ def resume(
         raise UsageError(f"the rise of the radius was planned for {config.epochs} epochs; they cannot be changed")
     changes = {"epochs": epochs, "device": device, "data_dir": data_dir}
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
-    session = open_session(config, run, quiet=_is_quiet(progress))
+    session = open_session(config, run, quiet=not isinstance(display, Lines))
     done, best = 0, None
     if run.has("last"):
         checkpoint = run.load("last")
@@ -100,19 +103,18 @@ def resume(
         done, best = checkpoint.epoch, checkpoint.best_accuracy
     if epochs is not None and epochs < done:
         raise UsageError(f"{run.path} has {done} epochs already; epochs must be at least that, got {epochs}")
-    return _fit(session, run, done, best, progress)
+    return _fit(session, run, done, best, display)
 
 
-def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progress: ProgressKind | Display) -> Run:
+def _fit(session: Session, run: Run, epochs_done: int, best: float | None, display: Display) -> Run:
     """Train the epochs that are left, saving each."""
     config, main = session.config, session.accelerator.is_main_process
-    display = make_display(progress, config) if main else Display()
-    images = session.epoch_images
+    display = display if main else Display()
     try:
         with run.alone() if main else nullcontext(), _settings(config):
             if main:
                 run = run.rewind(config, epochs_done)
-            display.start(_headline(session, run), images * config.epochs, images * epochs_done)
+            display.start(_headline(session, run), config.epochs, session.epoch_images, epochs_done)
             _start_tracker(session, run)
             for epoch in range(epochs_done + 1, config.epochs + 1):
                 metrics = _run_epoch(session, epoch, display)
@@ -134,11 +136,6 @@ def _fit(session: Session, run: Run, epochs_done: int, best: float | None, progr
     return run
 
 
-def _is_quiet(progress: ProgressKind | Display) -> bool:
-    """Whether nobody watches the terminal."""
-    return progress in ("json", "none") or isinstance(progress, Display)
-
-
 def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
     """Train for one epoch and test the result."""
     start = time.perf_counter()
@@ -147,11 +144,12 @@ def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
     forward, backward = steps[: len(tally.layers)], steps[len(tally.layers) :]
     _require_finite(loss, session, epoch)
     trained = time.perf_counter()
-    session.share_buffers()
+    broadcast(list(session.network.buffers()))  # the main process's batch statistics: all evaluate the same network
     test_loss, test_accuracy = _evaluate(session, session.test)
     _require_finite(test_loss, session, epoch)  # the last step may have been the one too far
     validation = None if session.validation is None else _evaluate(session, session.validation)[1]
-    dense = [layer for layer in tally.layers if isinstance(layer, PcDEQLinear)]
+    layers = [layer for layer in tally.layers if isinstance(layer, PcDEQLinear)]
+    dense = [layer.operator.effective_weight().detach() for layer in layers]
     return EpochMetrics(
         epoch=epoch,
         loss=loss / images,
@@ -163,7 +161,7 @@ def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
         forward_steps=tuple(total / solves for total in forward),
         backward_steps=tuple(total / solves for total in backward),
         unconverged=int(unconverged),
-        largest_singular_value=tuple(map(_largest_singular_value, dense)),
+        largest_singular_value=tuple(float(torch.linalg.matrix_norm(weight, ord=2)) for weight in dense),
         seconds=trained - start,
         test_seconds=time.perf_counter() - trained,
     )
@@ -237,11 +235,6 @@ def _evaluate(session: Session, batches: Batches) -> tuple[float, float]:
     return loss / images, 100 * correct / images
 
 
-@torch.no_grad()
-def _largest_singular_value(layer: PcDEQLinear) -> float:
-    return float(torch.linalg.matrix_norm(layer.operator.effective_weight(), ord=2))
-
-
 @contextmanager
 def _settings(config: ResolvedConfig) -> Iterator[None]:
     """Process-wide settings for the time of training."""
@@ -274,11 +267,9 @@ def _headline(session: Session, run: Run) -> list[str]:
 
 
 def _start_tracker(session: Session, run: Run) -> None:
-    if session.config.tracker is None:
-        return
     settings = {k: v if isinstance(v, int | float | str) else str(v) for k, v in session.config.to_dict().items()}
     session.accelerator.project_configuration.logging_dir = str(run.path)
-    session.accelerator.init_trackers(session.config.tracker, config=settings)
+    session.accelerator.init_trackers(str(session.config.tracker), config=settings)  # none, unless one was asked for
 
 
 def _for_tracker(metrics: EpochMetrics) -> dict[str, float]:

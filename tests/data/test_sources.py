@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pcdeq.data import sources
-from pcdeq.data.sources import SOURCES, RemoteFile, Source, fetch
+from pcdeq.data.sources import SOURCES, RemoteFile, fetch
 from pcdeq.errors import DataError, UsageError
 
 CONTENT = bytes(range(256)) * 1000
@@ -71,8 +71,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def offer(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
     """Make a data set "toy" of one file that is to be found at these addresses."""
-    file = RemoteFile(NAME, hashlib.sha256(CONTENT).hexdigest(), urls, NAME)
-    monkeypatch.setitem(SOURCES, "toy", Source((file,), ("toy", "")))
+    file = RemoteFile(NAME, hashlib.sha256(CONTENT).hexdigest(), urls)
+    monkeypatch.setitem(SOURCES, "toy", (file,))
+    monkeypatch.setitem(sources._FOLDERS, "toy", ("toy",))
 
 
 def files_in(folder: Path) -> list[str]:
@@ -173,13 +174,13 @@ def test_progress_is_a_bar_on_a_terminal(server: Server, monkeypatch, capfd, fau
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: RemoteFile, folder: Path, quiet: bool) -> Path:
+    def refuse(dataset: str, file: RemoteFile, quiet: bool) -> Path:
         raise DataError(f"no network for {file.name}")
 
     monkeypatch.setattr(sources, "_download", refuse)
 
 
-IDX_NAMES = [file.plain for file in SOURCES["mnist"].files]
+IDX_NAMES = [file.plain for file in SOURCES["mnist"]]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -249,11 +250,11 @@ def test_packed_originals_are_told_apart_by_their_checksum(tmp_path: Path, offli
     originals = {}
     for dataset in ("mnist", "fashion-mnist"):
         files = []
-        for file in SOURCES[dataset].files:
+        for file in SOURCES[dataset]:
             content = f"{dataset} {file.name}".encode()
             originals[dataset, file.name] = content
-            files.append(RemoteFile(file.name, hashlib.sha256(content).hexdigest(), file.urls, file.plain))
-        monkeypatch.setitem(SOURCES, dataset, Source(tuple(files), SOURCES[dataset].folders))
+            files.append(RemoteFile(file.name, hashlib.sha256(content).hexdigest(), file.urls))
+        monkeypatch.setitem(SOURCES, dataset, tuple(files))
     for (dataset, name), content in originals.items():
         if dataset == "fashion-mnist":
             (tmp_path / name).write_bytes(content)
@@ -282,7 +283,7 @@ def test_every_published_file_has_a_checksum_and_the_official_address_first():
         "svhn": "http://ufldl.stanford.edu/housenumbers/",
     }
     assert SOURCES.keys() == official.keys()
-    files = [(name, file) for name, source in SOURCES.items() for file in source.files]
+    files = [(name, file) for name, files in SOURCES.items() for file in files]
     assert len({file.sha256 for _, file in files}) == len(files) == 15
     for name, file in files:
         assert re.fullmatch("[0-9a-f]{64}", file.sha256)

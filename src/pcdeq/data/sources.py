@@ -27,17 +27,14 @@ class RemoteFile:
     name: str
     sha256: str
     urls: tuple[str, ...]
-    plain: str  # how the file is called after unpacking
+
+    @property
+    def plain(self) -> str:
+        """How it is called after unpacking."""
+        return "cifar-10-batches-bin" if self.name == "cifar-10-binary.tar.gz" else self.name.removesuffix(".gz")
 
 
-@dataclass(frozen=True)
-class Source:
-    """The files of one data set, and the folders under a data folder where people keep them."""
-
-    files: tuple[RemoteFile, ...]
-    folders: tuple[str, ...]
-
-
+# Under a data folder, where people keep the files.
 _FOLDERS = {
     "mnist": ("MNIST/raw", "mnist", "MNIST"),
     "fashion-mnist": ("FashionMNIST/raw", "fashion-mnist", "FashionMNIST"),
@@ -79,18 +76,17 @@ svhn          test_32x32.mat             cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7c
 """
 
 
-def _source(dataset: str) -> Source:
+def _files(dataset: str) -> tuple[RemoteFile, ...]:
     """The lines of one data set in the tables above."""
-    bases = [base for name, base in map(str.split, _ADDRESSES.strip().splitlines()) if name == dataset]
-    files = []
-    for owner, name, sha256 in map(str.split, _FILES.strip().splitlines()):
-        if owner == dataset:
-            plain = "cifar-10-batches-bin" if dataset == "cifar10" else name.removesuffix(".gz")
-            files.append(RemoteFile(name, sha256, tuple(base + name for base in bases), plain))
-    return Source(tuple(files), (*_FOLDERS[dataset], ""))
+    bases = [base for owner, base in map(str.split, _ADDRESSES.strip().splitlines()) if owner == dataset]
+    return tuple(
+        RemoteFile(name, sha256, tuple(base + name for base in bases))
+        for owner, name, sha256 in map(str.split, _FILES.strip().splitlines())
+        if owner == dataset
+    )
 
 
-SOURCES = {dataset: _source(dataset) for dataset in _FOLDERS}
+SOURCES = {dataset: _files(dataset) for dataset in _FOLDERS}
 
 
 def fetch(dataset: str, *, data_dir: str | os.PathLike[str] | None = None, quiet: bool = False) -> tuple[Path, ...]:
@@ -102,17 +98,10 @@ def fetch(dataset: str, *, data_dir: str | os.PathLike[str] | None = None, quiet
     """
     folder = _data_folder(data_dir)
     paths = []
-    for file in SOURCES[dataset].files:
+    for file in SOURCES[dataset]:
         found = _find(dataset, file, folder) if folder else None
-        paths.append(found or _download(file, cache_folder() / dataset, quiet))
+        paths.append(found or _download(dataset, file, quiet))
     return tuple(paths)
-
-
-def cache_folder() -> Path:
-    """Return the folder where downloads are kept."""
-    import pooch
-
-    return Path(os.environ.get("PCDEQ_CACHE") or pooch.os_cache("pcdeq")).expanduser()
 
 
 def _data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
@@ -127,7 +116,7 @@ def _data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _find(dataset: str, file: RemoteFile, folder: Path) -> Path | None:
-    for subfolder in SOURCES[dataset].folders:
+    for subfolder in (*_FOLDERS[dataset], ""):
         for name in (file.plain, file.name):
             path = folder / subfolder / name
             if path.exists() and (subfolder or _belongs_to(dataset, file, path)):
@@ -141,9 +130,7 @@ def _belongs_to(dataset: str, file: RemoteFile, path: Path) -> bool:
     MNIST, Fashion-MNIST and KMNIST share their file names, and must not be taken for each other. A
     packed original is known by its checksum; any other file of these names is taken for MNIST.
     """
-    rivals = {
-        other.sha256: name for name, source in SOURCES.items() for other in source.files if other.name == file.name
-    }
+    rivals = {other.sha256: name for name, files in SOURCES.items() for other in files if other.name == file.name}
     if len(rivals) == 1:
         return True
     import pooch
@@ -151,7 +138,7 @@ def _belongs_to(dataset: str, file: RemoteFile, path: Path) -> bool:
     return rivals.get(pooch.file_hash(str(path)), "mnist") == dataset
 
 
-def _download(file: RemoteFile, folder: Path, quiet: bool) -> Path:
+def _download(dataset: str, file: RemoteFile, quiet: bool) -> Path:
     """Return the cached file, else get it from the first address that serves the right bytes.
 
     pooch writes to a temporary file that takes its name only once the checksum is right, so that no
@@ -159,6 +146,7 @@ def _download(file: RemoteFile, folder: Path, quiet: bool) -> Path:
     """
     import pooch
 
+    folder = Path(os.environ.get("PCDEQ_CACHE") or pooch.os_cache("pcdeq")).expanduser() / dataset
     pooch.get_logger().setLevel("WARNING")  # where a file comes from is for our progress bar to say
     failures = []
     for url in file.urls:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -96,22 +96,12 @@ class TrainConfig:
             if isinstance(value := getattr(self, name), given):
                 object.__setattr__(self, name, wanted(value))
         check_types(self)
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} must be at least {least}, got {value}")
-        for name in ("lr", "lr_factor", "tol", "max_steps"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"{name} must be positive and finite, got {value}")
-        if not 0 <= self.validation < 1:
-            raise UsageError(f"validation must be a fraction, at least 0 and below 1, got {self.validation}")
-        if self.robust_radius is not None and not 0 < self.robust_radius < 1:
-            raise UsageError(f"robust_radius must be above 0 and below 1, got {self.robust_radius}")
+        for names, words, holds in _RULES:
+            for name in names.split():
+                if (value := getattr(self, name)) is not None and not holds(value):
+                    raise UsageError(f"{name} must be {words}, got {value}")
         if self.accumulate > self.batch_size:
             raise UsageError(f"accumulate {self.accumulate} is more than batch_size {self.batch_size}")
-        if self.channels is not None and (not self.channels or min(self.channels) < 1):
-            raise UsageError(f"channels must be positive, got {self.channels}")
 
     def resolve(self, image_shape: ImageShape | None = None) -> ResolvedConfig:
         """Fill in from the row whatever was left open; ``image_shape`` helps with data of your own."""
@@ -179,10 +169,15 @@ _FROM_JSON: dict[str, tuple[type, type[Any]]] = {
     "data_dir": (str, Path),
     "out": (str, Path),
 }
-_AT_LEAST = {
-    **dict.fromkeys(("epochs", "steps_per_epoch", "batch_size", "accumulate", "lr_step"), 1),
-    **dict.fromkeys(("weight_decay", "seed"), 0),
-}
+# Of which settings what must hold, in words and as a test.
+_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("epochs steps_per_epoch batch_size accumulate lr_step max_steps", "at least 1", lambda value: value >= 1),
+    ("weight_decay seed", "at least 0", lambda value: value >= 0),
+    ("lr lr_factor tol", "positive and finite", lambda value: 0 < value < float("inf")),
+    ("validation", "a fraction, at least 0 and below 1", lambda value: 0 <= value < 1),
+    ("robust_radius", "above 0 and below 1", lambda value: 0 < value < 1),
+    ("channels", "positive", lambda value: min(value, default=0) >= 1),
+)
 
 
 def check_types(instance: Any) -> None:

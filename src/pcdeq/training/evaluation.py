@@ -7,15 +7,15 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcdeq.data import Batches, Dataset, Split, load_dataset
+from pcdeq.data import Batches, Dataset, load_dataset
 from pcdeq.errors import ConvergenceWarning, UsageError
-from pcdeq.models import Preprocessing, equilibrium_layers, load
+from pcdeq.models import equilibrium_layers, load
 from pcdeq.training.run import Run, Which
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -129,15 +129,9 @@ def evaluate(
         )
     network = load(run, checkpoint)
     where = pick_device(device)
-    return measure(network.to(where), make_batches(dataset.test, run.preprocessing, batch_size, where)), dataset
-
-
-def make_batches(
-    split: Split, preprocessing: Preprocessing, batch_size: int, device: torch.device, **options: Any
-) -> Batches:
-    """A split, normalised as in training; in order and not augmented, unless ``options`` of `Batches` say so."""
-    mean, std = preprocessing.mean, preprocessing.std
-    return Batches(split, batch_size, mean=mean, std=std, device=device, channels_last=True, **options)
+    mean, std = run.preprocessing.mean, run.preprocessing.std
+    batches = Batches(dataset.test, batch_size, mean=mean, std=std, device=where, channels_last=True)
+    return measure(network.to(where), batches), dataset
 
 
 def pick_device(name: Device) -> torch.device:

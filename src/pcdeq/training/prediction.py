@@ -124,9 +124,8 @@ def _centre_ink(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
     scale = min(INK_BOX * size[0] / ink.width, INK_BOX * size[1] / ink.height)
     ink = ink.resize((max(1, round(ink.width * scale)), max(1, round(ink.height * scale))), Image.Resampling.LANCZOS)
     mass = np.asarray(ink, dtype=np.float64)
-    rows, columns = np.indices(mass.shape)
-    left = round(size[0] / 2 - 0.5 - float((columns * mass).sum() / mass.sum()))
-    top = round(size[1] / 2 - 0.5 - float((rows * mass).sum() / mass.sum()))
+    left = round(size[0] / 2 - 0.5 - np.average(np.arange(ink.width), weights=mass.sum(0)))
+    top = round(size[1] / 2 - 0.5 - np.average(np.arange(ink.height), weights=mass.sum(1)))
     canvas = Image.new("L", size)
     canvas.paste(ink, (left, top))
     return canvas

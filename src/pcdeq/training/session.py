@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +15,14 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import Optimizer
 
-from pcdeq.data import Batches, Split, dataset_names, load_dataset, split_validation
+from pcdeq.data import Batches, dataset_names, load_dataset, split_validation
 from pcdeq.errors import DataError, UsageError
 from pcdeq.models import Network, Preprocessing
 from pcdeq.models.description import Description
 from pcdeq.models.registry import make_network
 from pcdeq.operators import project_
 from pcdeq.recipes import ResolvedConfig, TrainConfig
-from pcdeq.training.evaluation import EVALUATION_BATCH, make_batches, pick_device
+from pcdeq.training.evaluation import EVALUATION_BATCH, pick_device
 from pcdeq.training.objective import WorstCase
 from pcdeq.training.optim import make_optimizer, restore_optimizer
 from pcdeq.training.run import Checkpoint, Run
@@ -66,8 +66,8 @@ class Session:
             network=Description.of(self.network),
         )
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to a saved state."""
+    def restore(self, checkpoint: Checkpoint) -> tuple[int, float | None]:
+        """Go back to a saved state; return its epoch and the best accuracy until then."""
         try:
             self.network.load_state_dict(checkpoint.model)
             restore_optimizer(self.optimizer, checkpoint.optimizer)
@@ -75,6 +75,7 @@ class Session:
             raise DataError(f"the checkpoint does not fit the run's configuration: {error}") from error
         if self.accelerator.scaler is not None and checkpoint.scaler is not None:
             self.accelerator.scaler.load_state_dict(checkpoint.scaler)
+        return checkpoint.epoch, checkpoint.best_accuracy
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -109,7 +110,16 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
     _check_batch_size(resolved, accelerator.num_processes, len(train))
     seed_everything(config.seed, epoch=0)
     network = make_network(resolved, dataset.image_shape, preprocessing)
-    order = {name: getattr(resolved, name) for name in ("augment", "flip", "seed")}
+    batches = partial(  # this process's part of them
+        Batches,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        device=accelerator.device,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        channels_last=True,
+    )
+    training = {"shuffle": True, "augment": resolved.augment, "flip": resolved.flip, "seed": resolved.seed}
     at_once = max(EVALUATION_BATCH, accelerator.num_processes)
     model = accelerator.prepare(network if resolved.robust_radius is None else WorstCase(network))
     return Session(
@@ -118,9 +128,9 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         network=network,
         model=model,
         optimizer=make_optimizer(resolved, network, accelerator.device),
-        train=_share(train, preprocessing, resolved.batch_size, accelerator, shuffle=True, **order),
-        test=_share(dataset.test, preprocessing, at_once, accelerator),
-        validation=None if held_out is None else _share(held_out, preprocessing, at_once, accelerator),
+        train=batches(train, resolved.batch_size, **training),
+        test=batches(dataset.test, at_once),
+        validation=None if held_out is None else batches(held_out, at_once),
         epoch_images=min(len(train), (resolved.steps_per_epoch or len(train)) * resolved.batch_size),
         data_line=dataset.describe(),
     )
@@ -168,11 +178,3 @@ def _check_batch_size(config: ResolvedConfig, processes: int, images: int) -> No
             f"{processes} process(es) x {config.accumulate} part(s) of a batch need 2 images each for batch norm, "
             f"so at least {least}; batch_size is {config.batch_size}, training images {images}"
         )
-
-
-def _share(
-    split: Split, preprocessing: Preprocessing, batch_size: int, accelerator: Accelerator, **options: Any
-) -> Batches:
-    """This process's part of the batches of a split."""
-    options |= {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    return make_batches(split, preprocessing, batch_size, accelerator.device, **options)

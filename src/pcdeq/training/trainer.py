@@ -63,7 +63,7 @@ def train(config: TrainConfig | None = None, *, progress: ProgressKind | Display
     if session.accelerator.is_main_process:
         path = [str(Run.create(session.config, session.preprocessing, session.network.image_shape).path)]
     broadcast_object_list(path)
-    return _fit(session, Run.open(path[0]), epochs_done=0, best=None, display=display)
+    return _fit(session, Run.open(path[0]), display)
 
 
 def resume(
@@ -96,27 +96,23 @@ def resume(
     changes = {"epochs": epochs, "device": device, "data_dir": data_dir}
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     session = open_session(config, run, quiet=not isinstance(display, Lines))
-    done, best = 0, None
-    if run.has("last"):
-        checkpoint = run.load("last")
-        session.restore(checkpoint)
-        done, best = checkpoint.epoch, checkpoint.best_accuracy
-    if epochs is not None and epochs < done:
-        raise UsageError(f"{run.path} has {done} epochs already; epochs must be at least that, got {epochs}")
-    return _fit(session, run, done, best, display)
+    return _fit(session, run, display)
 
 
-def _fit(session: Session, run: Run, epochs_done: int, best: float | None, display: Display) -> Run:
+def _fit(session: Session, run: Run, display: Display) -> Run:
     """Train the epochs that are left, saving each."""
     config, main = session.config, session.accelerator.is_main_process
     display = display if main else Display()
+    done, best = session.restore(run.load("last")) if run.has("last") else (0, None)
+    if config.epochs < done:
+        raise UsageError(f"{run.path} has {done} epochs already; epochs must be at least that, got {config.epochs}")
     try:
         with run.alone() if main else nullcontext(), _settings(config):
             if main:
-                run = run.rewind(config, epochs_done)
-            display.start(_headline(session, run), config.epochs, session.epoch_images, epochs_done)
+                run = run.rewind(config, done)
+            display.start(_headline(session, run), config.epochs, session.epoch_images, done)
             _start_tracker(session, run)
-            for epoch in range(epochs_done + 1, config.epochs + 1):
+            for epoch in range(done + 1, config.epochs + 1):
                 metrics = _run_epoch(session, epoch, display)
                 score = metrics.validation_accuracy
                 improved = score is not None and (best is None or score > best)

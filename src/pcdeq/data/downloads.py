@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-from urllib.parse import urlsplit
-
 
 class DownloadBar:
     """What pooch asks of a progress bar (a ``total``, ``update``, ``reset``, ``close``), drawn by rich.
@@ -46,16 +41,7 @@ class DownloadBar:
         if self.progress.disable:
             self.console.print(line, soft_wrap=True)
 
-
-@contextlib.contextmanager
-def download_progress(name: str, url: str, quiet: bool) -> Iterator[Any]:  # pooch's own type is narrower than it takes
-    """Yield a progress bar for ``pooch``, or ``False`` when quiet."""
-    if quiet:
-        yield False
-        return
-    bar = DownloadBar(f"{name} from {urlsplit(url).hostname}")
-    try:
-        yield bar
-    finally:
-        if bar.progress.live.is_started:  # else some versions of rich print an empty line
-            bar.progress.stop()
+    def stop(self) -> None:
+        """The download has ended, well or not; where none began, there is nothing to take away."""
+        if self.progress.live.is_started:  # else some versions of rich print an empty line
+            self.progress.stop()

@@ -12,8 +12,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from pcdeq.data.downloads import download_progress
+from pcdeq.data.downloads import DownloadBar
 from pcdeq.errors import DataError, UsageError
 
 CONNECT_SECONDS = 10.0  # a dead host must not hold up the mirror behind it for long
@@ -150,18 +151,21 @@ def _download(dataset: str, file: RemoteFile, quiet: bool) -> Path:
     pooch.get_logger().setLevel("WARNING")  # where a file comes from is for our progress bar to say
     failures = []
     for url in file.urls:
+        bar: Any = False if quiet else DownloadBar(f"{file.name} from {urlsplit(url).hostname}")
+        downloader: Any = pooch.HTTPDownloader(  # whose type is not the one that pooch asks for
+            progressbar=bar,
+            chunk_size=1 << 16,
+            timeout=(CONNECT_SECONDS, READ_SECONDS),
+            # Else some servers announce a .gz as a compressed transfer, and it arrives unpacked.
+            headers={"Accept-Encoding": "identity"},
+        )
         try:
-            with download_progress(file.name, url, quiet) as bar:
-                downloader: Any = pooch.HTTPDownloader(  # whose type is not the one that pooch asks for
-                    progressbar=bar,
-                    chunk_size=1 << 16,
-                    timeout=(CONNECT_SECONDS, READ_SECONDS),
-                    # Else some servers announce a .gz as a compressed transfer, and it arrives unpacked.
-                    headers={"Accept-Encoding": "identity"},
-                )
-                return Path(pooch.retrieve(url, f"sha256:{file.sha256}", file.name, folder, downloader=downloader))
+            return Path(pooch.retrieve(url, f"sha256:{file.sha256}", file.name, folder, downloader=downloader))
         except (OSError, ValueError) as error:  # requests raises the one, a wrong checksum the other
             failures.append(f"{url} ({_reason(error)})")
+        finally:
+            if bar:
+                bar.stop()
     raise DataError(
         f"could not download {file.name}: {'; '.join(failures)}. Get the file by other means and name its "
         "folder with --data-dir or the environment variable PCDEQ_DATA"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -62,16 +63,15 @@ def predict(
     paths = [Path(picture) for picture in pictures]
     ink = paper_dataset(run.config.data) == "mnist"
     prepared = [prepare_picture(open_picture(path), run.image_shape, ink) for path in paths]
-    network = load(run, checkpoint).to(pick_device(device))
-    images = torch.stack([image for image, _ in prepared]).to(pick_device(device))
+    network, where = load(run, checkpoint), pick_device(device)
+    images = torch.stack([image for image, _ in prepared]).to(where)
     with torch.inference_mode():
-        probabilities = network(run.preprocessing(images)).softmax(1).cpu()
+        probabilities = network.to(where)(run.preprocessing(images)).softmax(1)
     classes = run.preprocessing.classes
     predictions = []
     for path, (_, preparation), row in zip(paths, prepared, probabilities, strict=True):
-        top = row.topk(min(best, len(classes)))
-        ranking = tuple((classes[int(i)], float(p)) for p, i in zip(top.values, top.indices, strict=True))
-        predictions.append(Prediction(path, ranking, preparation))
+        ranking = sorted(zip(classes, row.tolist(), strict=True), key=itemgetter(1), reverse=True)
+        predictions.append(Prediction(path, tuple(ranking[:best]), preparation))
     return predictions
 
 

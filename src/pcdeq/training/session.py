@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import set_seed
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from pcdeq.data import Batches, dataset_names, load_dataset, split_validation
@@ -37,6 +38,7 @@ class Session:
     network: Network  # the plain module
     model: nn.Module  # the same, or its worst case, as Accelerate wraps it for processes and precision
     optimizer: Optimizer
+    scaler: GradScaler  # of fp16 gradients; with other numbers it does nothing
     train: Batches
     test: Batches
     validation: Batches | None
@@ -45,23 +47,18 @@ class Session:
 
     def step(self) -> None:
         """Move the weights along the gradients, project them, and forget the gradients."""
-        scaler = self.accelerator.scaler  # of fp16 gradients
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         project_(self.network)
         self.optimizer.zero_grad()
 
     def checkpoint(self, epoch: int, best_accuracy: float | None) -> Checkpoint:
         """The state of training, to be saved."""
-        scaler = self.accelerator.scaler
         return Checkpoint(
             epoch=epoch,
             model=self.network.state_dict(),
             optimizer=self.optimizer.state_dict(),
-            scaler=None if scaler is None else scaler.state_dict(),
+            scaler=self.scaler.state_dict() or None,
             best_accuracy=best_accuracy,
             network=Description.of(self.network),
         )
@@ -73,8 +70,8 @@ class Session:
             restore_optimizer(self.optimizer, checkpoint.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             raise DataError(f"the checkpoint does not fit the run's configuration: {error}") from error
-        if self.accelerator.scaler is not None and checkpoint.scaler is not None:
-            self.accelerator.scaler.load_state_dict(checkpoint.scaler)
+        if checkpoint.scaler is not None:
+            self.scaler.load_state_dict(checkpoint.scaler)
         return checkpoint.epoch, checkpoint.best_accuracy
 
     @property
@@ -128,6 +125,7 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         network=network,
         model=model,
         optimizer=make_optimizer(resolved, network, accelerator.device),
+        scaler=accelerator.scaler or GradScaler(enabled=False),
         train=batches(train, resolved.batch_size, **training),
         test=batches(dataset.test, at_once),
         validation=None if held_out is None else batches(held_out, at_once),

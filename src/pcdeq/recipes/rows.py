@@ -13,8 +13,11 @@ with our one-cycle schedule (cosines, peak after a fifth), where the authors' is
 
 from __future__ import annotations
 
+import csv
 import difflib
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, cast
 
 from pcdeq.errors import UsageError
@@ -59,90 +62,34 @@ class Row:
     augment: bool
 
 
-# The published counts, params, are rounded; parameters follow from the networks, which depend only on the colours, the
-# channels and the image size (SVHN and CIFAR-10 share theirs).
-# dataset  title  params  parameters  accuracy  channels  epochs  lr  lr_step  lr_factor  weight_decay (one-cycle: - -)
-_TABLES = """
-mnist   NODE                 84K  85316    96.4  92           40  0.001   30  0.1  0
-mnist   ANODE                84K  85462    98.2  64,5         40  0.001   30  0.1  0
-mnist   monDEQ-L             84K  84313    98.1  87           40  0.001   30  0.1  0
-mnist   monDEQ-SC            84K  84460    99.1  56           40  0.001   30  0.1  0
-mnist   monDEQ-MT            81K  81458    99.0  16,32,32     40  0.001   30  0.1  0
-mnist   pcDEQ-1-L-ReLU6      70K  70410    98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-L-Tanh       70K  70410    98.2  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-L-Softsign   70K  70410    98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-2-L-Sigmoid    70K  70410    98.1  80           40  0.001   30  0.1  0.02
-mnist   pcDEQ-1-SC-ReLU6     69K  69136    99.2  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-1-SC-Tanh      69K  69136    99.2  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-1-SC-Softsign  69K  69136    99.1  82           40  0.0007  30  0.1  0.02
-mnist   pcDEQ-2-SC-Sigmoid   69K  69136    98.9  82           40  0.0002  30  0.1  0.02
-mnist   pcDEQ-1-MC-ReLU6     41K  41278    99.3  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-1-MC-Tanh      41K  41278    99.2  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-1-MC-Softsign  41K  41278    99.2  12,24,48     40  0.0005  30  0.1  0.015
-mnist   pcDEQ-2-MC-Sigmoid   41K  41278    98.7  12,24,48     40  0.0002  30  0.1  0.015
-svhn    NODE                 172K 173611   81.0  125          50  0.001   40  0.1  0
-svhn    ANODE                172K 172452   83.5  64,10        50  0.001   40  0.1  0
-svhn    monDEQ-SC            172K 172218   88.7  81           80  0.001   70  0.1  0
-svhn    monDEQ-MT            170K 170286   92.4  16,32,60     50  0.001   40  0.1  0
-svhn    pcDEQ-1-SC-ReLU6     165K 164760   88.0  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-1-SC-Tanh      165K 164760   88.1  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-1-SC-Softsign  165K 164760   88.4  125          80  0.0007  70  0.1  0.02
-svhn    pcDEQ-2-SC-Sigmoid   165K 164760   87.3  125          80  0.0005  70  0.1  0.02
-svhn    pcDEQ-1-MC-ReLU6     131K 130950   93.0  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-1-MC-Tanh      131K 130950   92.3  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-1-MC-Softsign  131K 130950   92.3  20,50,80     50  0.0005  40  0.1  0.015
-svhn    pcDEQ-2-MC-Sigmoid   131K 130950   91.5  20,50,80     50  0.0002  40  0.1  0.015
-cifar10 NODE                 172K 173611   53.7  125          50  0.001   40  0.1  0
-cifar10 NODE*                1M   998983   59.9  327          120 0.001   100 0.1  0
-cifar10 ANODE                172K 172452   60.6  64,10        50  0.001   40  0.1  0
-cifar10 ANODE*               1M   998636   73.4  308,10       120 0.001   100 0.1  0
-cifar10 monDEQ-SC            172K 172218   74.0  81           80  0.001   70  0.1  0
-cifar10 monDEQ-SC*           854K 853612   82.0  200          65  0.01    -   -    0
-cifar10 monDEQ-MT            170K 170286   72.0  16,32,60     50  0.01    40  0.1  0
-cifar10 monDEQ-MT*           1M   1014802  89.0  64,128,128   65  0.05    -   -    0
-cifar10 pcDEQ-1-SC-ReLU6     165K 164760   76.3  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-1-SC-Tanh      165K 164760   76.6  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-1-SC-Softsign  165K 164760   76.4  125          80  0.0005  70  0.1  0.02
-cifar10 pcDEQ-2-SC-Sigmoid   165K 164760   75.5  125          80  0.0002  70  0.1  0.02
-cifar10 pcDEQ-1-MC-ReLU6     131K 130950   78.2  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-ReLU6*    661K 661470   89.2  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-1-MC-Tanh      131K 130950   76.5  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-Tanh*     661K 661470   88.5  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-1-MC-Softsign  131K 130950   77.1  20,50,80     50  0.0007  40  0.1  0.015
-cifar10 pcDEQ-1-MC-Softsign* 661K 661470   89.0  100,120,140  120 0.0007  100 0.1  0.02
-cifar10 pcDEQ-2-MC-Sigmoid   131K 130950   71.0  20,50,80     50  0.0002  40  0.1  0.015
-cifar10 pcDEQ-2-MC-Sigmoid*  661K 661470   85.6  100,120,140  120 0.0002  100 0.1  0.02
-"""
+def _name(title: str) -> str:
+    """The name of a row, from how the tables print it."""
+    return title.lower().replace("*", "-aug")
 
 
-def _parse_row(line: str) -> Row:
-    dataset, title, params, parameters, accuracy, channels, *training = line.split()
-    epochs, lr, lr_step, lr_factor, weight_decay = training
-    name = title.lower().replace("*", "-aug")
-    family, *rest = title.rstrip("*").lower().split("-")
+def _read_row(line: dict[str, str]) -> Row:
+    """A line of ``paper.csv``, whose columns are called as the fields; without an ``lr_step`` it is a one-cycle row.
+
+    The published counts, ``params``, are rounded; ``parameters`` follow from the networks, which depend only on the
+    colours, the channels and the image size (SVHN and CIFAR-10 share theirs).
+    """
+    family, *rest = line["title"].rstrip("*").lower().split("-")
     if family == "pcdeq":
         _, topology, activation = rest
     else:
         topology, activation = rest[0] if rest else "ode", "relu"
-    stepwise = lr_step != "-"
+    words = {name: line.pop(name) for name in ("dataset", "title", "params")}
+    channels = tuple(map(int, line.pop("channels").split()))
     return Row(
-        dataset=dataset,
-        name=name,
-        title=title,
+        **words,
+        name=_name(words["title"]),
         family=cast(Family, family),
         topology=cast(Topology, topology),
         activation=activation,
-        accuracy=float(accuracy),
-        params=params,
-        parameters=int(parameters),
-        channels=tuple(map(int, channels.split(","))),
-        epochs=int(epochs),
-        lr=float(lr),
-        schedule="step" if stepwise else "one-cycle",
-        lr_step=int(lr_step) if stepwise else None,
-        lr_factor=float(lr_factor) if stepwise else None,
-        weight_decay=float(weight_decay),
-        augment=name.endswith("-aug"),
+        channels=channels,
+        schedule="step" if line["lr_step"] else "one-cycle",
+        augment=words["title"].endswith("*"),
+        **{name: json.loads(number or "null") for name, number in line.items()},
     )
 
 
@@ -150,16 +97,15 @@ def _like(row: Row, family: Family, title: str) -> Row:
     """The row of the same shape and training in another family, which the paper does not have."""
     _, _, topology, activation = row.title.split("-")
     title = f"{title}-{topology}-{activation}"
-    name = title.lower().replace("*", "-aug")
-    return replace(row, name=name, title=title, family=family, accuracy=None)
+    return replace(row, name=_name(title), title=title, family=family, accuracy=None)
 
 
-_ROWS = tuple(map(_parse_row, _TABLES.strip().splitlines()))
+with Path(__file__).with_name("paper.csv").open(encoding="utf-8", newline="") as _file:
+    _ROWS = tuple(map(_read_row, csv.DictReader(_file)))
 _OUR_FAMILIES: dict[Family, str] = {"deq": "DEQ", "explicit": "Explicit"}
 _OURS = tuple(
     _like(row, family, title) for family, title in _OUR_FAMILIES.items() for row in _ROWS if row.family == "pcdeq"
 )
-_NAMES = sorted({row.name for row in (*_ROWS, *_OURS)})
 PAPER_DATASETS = ("mnist", "svhn", "cifar10")
 _LIKE_MNIST = ("mnist-mini", "fashion-mnist", "kmnist")
 KNOWN_DATASETS = (*PAPER_DATASETS, *_LIKE_MNIST)
@@ -217,13 +163,14 @@ def find_row(name: str, data: str = "mnist", image_channels: int | None = None) 
     ...
     pcdeq.errors.UsageError: unknown row 'pcdeq-1-l-than'; did you mean pcdeq-1-l-tanh? See `pcdeq list`
     """
-    name = name.lower().replace("*", "-aug")  # as the tables print it
+    name = _name(name)
     if name == "demo":
         network = find_row("pcdeq-1-mc-relu6", data, image_channels)
         return replace(network, name="demo", title="demo", accuracy=None, epochs=5, lr=1e-2, schedule="one-cycle")
     named = {row.dataset: row for row in (*_ROWS, *_OURS) if row.name == name}
     if not named:
-        near = difflib.get_close_matches(name, [*_NAMES, "demo"], n=1, cutoff=0.5)
+        names = {"demo", *(row.name for row in (*_ROWS, *_OURS))}
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise UsageError(f"unknown row {name!r}{hint} See `pcdeq list`")
     return named.get(paper_dataset(data, image_channels)) or next(iter(named.values()))

@@ -8,8 +8,8 @@ from torch import nn
 
 from pcdeq.errors import ConvergenceWarning, UsageError
 from pcdeq.models import build
-from pcdeq.models.baselines.deq import ACTIVATIONS, DEQ, DEQConv2d, DEQLinear
-from pcdeq.models.baselines.explicit import Explicit, ExplicitConv2d, ExplicitLinear
+from pcdeq.models.baselines.deq import ACTIVATIONS, DEQ, DEQConv2d
+from pcdeq.models.baselines.explicit import Explicit, ExplicitConv2d
 from pcdeq.solvers import Anderson, Picard
 
 EXACT = Anderson(tol=1e-12, max_steps=2000)
@@ -19,9 +19,7 @@ activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 def make(kind, activation="tanh", **options):
     torch.manual_seed(3)
     layer = (
-        DEQLinear(6, activation=activation, **options)
-        if kind == "dense"
-        else DEQConv2d(2, activation=activation, **options)
+        DEQ(6, activation=activation, **options) if kind == "dense" else DEQConv2d(2, activation=activation, **options)
     )
     x = torch.randn(4, 6) if kind == "dense" else torch.randn(4, 2, 5, 5)
     return layer.double(), x.double()
@@ -69,7 +67,7 @@ class TestEquilibrium:
 class TestFailure:
     def expanding(self):
         """z = tanh(-20 P z + x), P a cyclic shift: plain iteration goes round and round."""
-        layer = DEQ(3, 3, solver=Picard(max_steps=50))  # an odd number: no pattern of signs is consistent
+        layer = DEQ(3, solver=Picard(max_steps=50))  # an odd number: no pattern of signs is consistent
         with torch.no_grad():
             layer.weight.weight_v.copy_(-torch.eye(3).roll(1, 0))
             layer.weight.weight_g.fill_(20.0)
@@ -95,7 +93,7 @@ class TestFailure:
         torch.testing.assert_close(x.grad, torch.ones(1, 3))
 
     def test_a_nan_stays_in_its_sample(self):
-        layer = DEQLinear(4)
+        layer = DEQ(4)
         x = torch.randn(3, 4)
         x[1] = torch.nan
         with pytest.warns(ConvergenceWarning):
@@ -106,7 +104,7 @@ class TestFailure:
 
 @activations
 def test_explicit_is_one_step_of_the_same_equation(activation):
-    for deq, explicit, shape in ((DEQLinear, ExplicitLinear, (5, 6)), (DEQConv2d, ExplicitConv2d, (5, 6, 4, 4))):
+    for deq, explicit, shape in ((DEQ, Explicit, (5, 6)), (DEQConv2d, ExplicitConv2d, (5, 6, 4, 4))):
         torch.manual_seed(0)
         first, x = explicit(6, activation=activation), torch.randn(shape)
         second = deq(6, activation=activation, solver=Picard(max_steps=1))
@@ -118,7 +116,7 @@ def test_explicit_is_one_step_of_the_same_equation(activation):
 
 def test_explicit_solves_nothing():
     with pytest.raises(UsageError, match="solves nothing"):
-        Explicit(3, 3, solver=Picard())
+        Explicit(3, solver=Picard())
 
 
 @pytest.mark.parametrize("name", ["deq-l-tanh", "explicit-l-tanh"])
@@ -130,4 +128,4 @@ def test_same_parameters_as_the_pcdeq(name):
 
 def test_unknown_activation():
     with pytest.raises(UsageError, match="unknown activation 'gelu'"):
-        DEQLinear(3, activation="gelu")
+        DEQ(3, activation="gelu")

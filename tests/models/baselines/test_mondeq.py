@@ -73,9 +73,9 @@ class TestOperator:
         u = torch.randn_like(operator.lift(inputs(kind)))
         resolvent = operator.resolvent(alpha)
         dense = torch.linalg.solve(system, u.flatten(1).T).T.reshape(u.shape)
-        torch.testing.assert_close(resolvent.apply(u), dense)
+        torch.testing.assert_close(resolvent(u), dense)
         transposed = torch.linalg.solve(system.T, u.flatten(1).T).T.reshape(u.shape)
-        torch.testing.assert_close(resolvent.adjoint(u), transposed)
+        torch.testing.assert_close(resolvent(u, transposed=True), transposed)
 
     def test_lipschitz_constant(self, kind):
         operator = make(kind)

@@ -46,17 +46,18 @@ ACTIVATIONS = {
 class FreeWeight(nn.Module):
     """A weight of any sign as directions and scales, g_i v_i / ‖v_i‖ for each output unit."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, width: int, kernel: tuple[int, ...]) -> None:
         super().__init__()
-        self.weight_v = nn.Parameter(torch.empty(shape))
+        self.weight_v = nn.Parameter(torch.empty(width, width, *kernel))
         # torch's own start, under which plain iteration converges: a spectral radius of about 0.6.
         nn.init.kaiming_uniform_(self.weight_v, a=5**0.5)
-        norms = self.weight_v.detach().flatten(1).norm(dim=1)
-        self.weight_g = nn.Parameter(norms.reshape(-1, *[1] * (len(shape) - 1)))
+        self.weight_g = nn.Parameter(self._norms().detach())
+
+    def _norms(self) -> Tensor:
+        return torch.linalg.vector_norm(self.weight_v, dim=tuple(range(1, self.weight_v.ndim)), keepdim=True)
 
     def forward(self) -> Tensor:
-        rows = tuple(range(1, self.weight_v.ndim))
-        norm = torch.linalg.vector_norm(self.weight_v, dim=rows, keepdim=True)
+        norm = self._norms()
         return self.weight_v * (self.weight_g / norm.clamp(min=torch.finfo(norm.dtype).tiny))
 
 
@@ -73,17 +74,20 @@ def free_activation(name: str) -> FreeActivation:
 
 
 class DEQ(SolvingLayer):
-    """A z with z = s(Wz + x), if the solver finds one; W is free.
+    """A z with z = s(Wz + x), if the solver finds one; W is a free matrix on the last dimension.
 
-    >>> layer = DEQ(4, 4, activation="tanh")
+    >>> layer = DEQ(4, activation="tanh")
     >>> z = layer(torch.randn(3, 4))
     >>> layer.last_forward.unconverged
     0
     """
 
+    kernel: tuple[int, ...] = ()
+
     def __init__(
         self,
-        *shape: int,
+        width: int,
+        *,
         activation: str = "tanh",
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
@@ -93,7 +97,7 @@ class DEQ(SolvingLayer):
         require_solver(solver, "solver")
         require_solver(adjoint_solver, "adjoint_solver")
         super().__init__(solver, adjoint_solver)
-        self.weight = FreeWeight(*shape)
+        self.weight = FreeWeight(width, self.kernel)
         self.name = activation
         self.activation = free_activation(activation)
 
@@ -112,8 +116,6 @@ class DEQ(SolvingLayer):
 
     @torch.no_grad()
     def _equilibrium(self, linear: LinearMap, x: Tensor) -> Solution:
-        if not len(x):
-            return Solution.empty(x)
         s = self.activation
         return run(Problem(lambda z: s.value(linear.apply(z) + x), s.value(x), box=s.bounds), self.solver)
 
@@ -132,24 +134,16 @@ class DEQ(SolvingLayer):
         return f"activation={self.name}, solver={self.solver}"
 
 
-class DEQLinear(DEQ):
-    """A dense `DEQ` on the last dimension."""
-
-    def __init__(self, features: int, **options) -> None:
-        super().__init__(features, features, **options)
-
-
 class DEQConv2d(DEQ):
     """A `DEQ` of 3x3 convolutions."""
 
-    def __init__(self, channels: int, **options) -> None:
-        super().__init__(channels, channels, 3, 3, **options)
+    kernel = (3, 3)
 
 
 class DEQL(L):
     """The L network with free weights."""
 
-    dense = DEQLinear
+    dense = DEQ
 
 
 class DEQSC(SC):

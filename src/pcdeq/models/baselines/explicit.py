@@ -14,16 +14,19 @@ from pcdeq.solvers import Solver
 
 
 class Explicit(nn.Module):
-    """One step of a `DEQ` instead of its equilibrium, s(W s(x) + x).
+    """One step of a `DEQ` instead of its equilibrium, s(W s(x) + x), on the last dimension.
 
     >>> import torch
-    >>> Explicit(4, 4, activation="relu6")(torch.randn(3, 4)).shape
+    >>> Explicit(4, activation="relu6")(torch.randn(3, 4)).shape
     torch.Size([3, 4])
     """
 
+    kernel: tuple[int, ...] = ()
+
     def __init__(
         self,
-        *shape: int,
+        width: int,
+        *,
         activation: str = "tanh",
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
@@ -31,7 +34,7 @@ class Explicit(nn.Module):
         if solver is not None or adjoint_solver is not None:
             raise UsageError("an explicit layer solves nothing: leave the solver at its default")
         super().__init__()
-        self.weight = FreeWeight(*shape)
+        self.weight = FreeWeight(width, self.kernel)
         self.name = activation
         self.activation = free_activation(activation)
 
@@ -43,24 +46,16 @@ class Explicit(nn.Module):
         return f"activation={self.name}"
 
 
-class ExplicitLinear(Explicit):
-    """A dense `Explicit` layer on the last dimension."""
-
-    def __init__(self, features: int, **options) -> None:
-        super().__init__(features, features, **options)
-
-
 class ExplicitConv2d(Explicit):
     """An `Explicit` layer of 3x3 convolutions."""
 
-    def __init__(self, channels: int, **options) -> None:
-        super().__init__(channels, channels, 3, 3, **options)
+    kernel = (3, 3)
 
 
 class ExplicitL(L):
     """The L network with one step in place of its equilibrium."""
 
-    dense = ExplicitLinear
+    dense = Explicit
 
 
 class ExplicitSC(SC):

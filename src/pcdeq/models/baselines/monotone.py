@@ -22,9 +22,9 @@ convolution, and so is the whole block of its tier.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,12 @@ Size = tuple[int, int]  # (height, width)
 Shape = tuple[int, int, int]  # (channels, height, width)
 
 
-class Resolvent(ABC):
+class Resolvent(Protocol):
     """V = (I + α (I - W))⁻¹ for one weight and one α."""
 
-    @abstractmethod
-    def apply(self, u: Tensor) -> Tensor:
-        """Vu, or..."""
-
-    @abstractmethod
-    def adjoint(self, u: Tensor) -> Tensor:
-        """...Vᵀu."""
+    def __call__(self, u: Tensor, transposed: bool = False) -> Tensor:
+        """Vu, or Vᵀu."""
+        ...
 
 
 class Monotone(nn.Module, ABC):
@@ -115,18 +111,8 @@ class DenseMonotone(Monotone):
     def resolvent(self, alpha: float) -> Resolvent:
         weight = self.weight()
         identity = torch.eye(self.features, dtype=weight.dtype, device=weight.device)
-        return _DenseResolvent(torch.linalg.inv((1 + alpha) * identity - alpha * weight))
-
-
-@dataclass(frozen=True)
-class _DenseResolvent(Resolvent):
-    inverse: Tensor  # (features, features)
-
-    def apply(self, u: Tensor) -> Tensor:
-        return u @ self.inverse.T
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        return u @ self.inverse
+        inverse = torch.linalg.inv((1 + alpha) * identity - alpha * weight)
+        return lambda u, transposed=False: u @ (inverse if transposed else inverse.T)
 
 
 class ScaledKernel(nn.Module):
@@ -168,7 +154,7 @@ class ConvMonotone(Monotone):
     >>> operator = ConvMonotone(2, (6, 6)).double()
     >>> z = torch.randn(1, 2, 6, 6, dtype=torch.float64)
     >>> shifted = z + 0.5 * (z - operator.product(z))
-    >>> torch.allclose(operator.resolvent(0.5).apply(shifted), z)
+    >>> torch.allclose(operator.resolvent(0.5)(shifted), z)
     True
     """
 
@@ -193,46 +179,32 @@ class ConvMonotone(Monotone):
 
     def resolvent(self, alpha: float) -> Resolvent:
         shape, weight = (self.channels, *self.size), self.a.direction
-        return FourierResolvent.of(lambda z: (1 + alpha) * z - alpha * self.product(z), shape, weight)
+        return inverse_by_fourier(lambda z: (1 + alpha) * z - alpha * self.product(z), shape, weight)
 
 
-@dataclass(frozen=True)
-class FourierResolvent(Resolvent):
+@torch.no_grad()
+def inverse_by_fourier(forward: Callable[[Tensor], Tensor], shape: Shape, weight: Tensor, grain: int = 1) -> Resolvent:
     """The inverse of a map of images that commutes with translations by ``grain`` pixels.
 
-    Such a map is a circular convolution of the images whose pixels are squares of ``grain`` x ``grain`` pixels.
+    Such a map is a circular convolution of the images whose pixels are squares of ``grain`` x ``grain`` pixels, known
+    by what it answers to an impulse in each of their channels. ``shape`` is that of a fine image, and ``weight`` a
+    tensor of the map's dtype and device.
     """
+    coarse = (shape[1] // grain, shape[2] // grain)
+    wide = shape[0] * grain**2
+    impulses = weight.new_zeros(wide, wide, *coarse)
+    impulses[range(wide), range(wide), 0, 0] = 1
+    answers = F.pixel_unshuffle(forward(F.pixel_shuffle(impulses, grain)), grain)
+    matrices = torch.fft.rfft2(answers).flatten(2).permute(2, 1, 0)  # (frequencies, outputs, inputs)
+    inverse = torch.linalg.inv(matrices)
 
-    inverse: Tensor  # (frequencies, channels, channels), of the coarse images
-    size: Size  # of the coarse images
-    grain: int
+    def invert(u: Tensor, transposed: bool = False) -> Tensor:
+        spectrum = torch.fft.rfft2(F.pixel_unshuffle(u, grain))
+        mixed = (inverse.mH if transposed else inverse) @ spectrum.flatten(2).permute(2, 1, 0)
+        solved = torch.fft.irfft2(mixed.permute(2, 1, 0).reshape(spectrum.shape), s=coarse)
+        return F.pixel_shuffle(solved, grain)
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, forward: Callable[[Tensor], Tensor], shape: Shape, weight: Tensor, grain: int = 1) -> FourierResolvent:
-        """The inverse of ``forward``, from what it answers to an impulse in each of the coarse channels.
-
-        ``shape`` is that of an image, and ``weight`` a tensor of the map's dtype and device.
-        """
-        coarse = (shape[1] // grain, shape[2] // grain)
-        wide = shape[0] * grain**2
-        impulses = weight.new_zeros(wide, wide, *coarse)
-        impulses[range(wide), range(wide), 0, 0] = 1
-        answers = F.pixel_unshuffle(forward(F.pixel_shuffle(impulses, grain)), grain)
-        matrices = torch.fft.rfft2(answers).flatten(2).permute(2, 1, 0)  # (frequencies, outputs, inputs)
-        return cls(torch.linalg.inv(matrices), coarse, grain)
-
-    def apply(self, u: Tensor) -> Tensor:
-        return self._filter(self.inverse, u)
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        return self._filter(self.inverse.mH, u)
-
-    def _filter(self, matrices: Tensor, u: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft2(F.pixel_unshuffle(u, self.grain))
-        mixed = matrices @ spectrum.flatten(2).permute(2, 1, 0)  # (frequencies, channels, samples)
-        coarse = torch.fft.irfft2(mixed.permute(2, 1, 0).reshape(spectrum.shape), s=self.size)
-        return F.pixel_shuffle(coarse, self.grain)
+    return invert
 
 
 class TieredMonotone(Monotone):
@@ -257,15 +229,18 @@ class TieredMonotone(Monotone):
         numbers = [c * h * w for c, h, w in self.shapes]
         return [part.view(-1, *shape) for part, shape in zip(z.split(numbers, dim=1), self.shapes, strict=True)]
 
+    def join(self, tiers: Iterable[Tensor]) -> Tensor:
+        """The flat state of such images."""
+        return torch.cat([tier.flatten(1) for tier in tiers], dim=1)
+
     def lift(self, x: Tensor) -> Tensor:
         biases = (
             bias[:, None, None].expand(len(x), *shape) for bias, shape in zip(self.biases, self.shapes[1:], strict=True)
         )
-        return torch.cat([tier.flatten(1) for tier in (x, *biases)], dim=1)
+        return self.join((x, *biases))
 
     def prox(self, z: Tensor) -> Tensor:
-        parts = (tier.prox(part) for tier, part in zip(self.tiers, self.split(z), strict=True))  # pyright: ignore
-        return torch.cat([part.flatten(1) for part in parts], dim=1)
+        return self.join(tier.prox(part) for tier, part in zip(self.tiers, self.split(z), strict=True))  # pyright: ignore
 
     def read(self, z: Tensor) -> Tensor:
         return self.split(z)[-1]
@@ -274,11 +249,9 @@ class TieredMonotone(Monotone):
         states = self.split(z)
         results = [self._within(tier, state, transposed) for tier, state in enumerate(states)]
         for tier in range(len(self.down)):
-            if transposed:
-                results[tier] = results[tier] - self._up(tier, states[tier + 1])
-            else:
-                results[tier + 1] = results[tier + 1] - self._down(tier, states[tier])
-        return torch.cat([result.flatten(1) for result in results], dim=1)
+            source, target = (tier + 1, tier) if transposed else (tier, tier + 1)
+            results[target] = results[target] - self._between(tier, states[source], transposed)
+        return self.join(results)
 
     def _within(self, tier: int, z: Tensor, transposed: bool = False) -> Tensor:
         """The diagonal block of W."""
@@ -288,16 +261,16 @@ class TieredMonotone(Monotone):
         kernel = self.down[tier]()
         return product - convolve_adjoint(convolve(z, kernel, stride=2), kernel, stride=2)
 
-    def _down(self, tier: int, z: Tensor) -> Tensor:
-        """The block of -W from a tier to the next: 2 AᵀD."""
-        return 2 * convolve_adjoint(convolve(z, self.down[tier](), stride=2), self.tiers[tier + 1].a())  # pyright: ignore
-
-    def _up(self, tier: int, y: Tensor) -> Tensor:
-        """Its transpose, 2 DᵀA."""
-        return 2 * convolve_adjoint(convolve(y, self.tiers[tier + 1].a()), self.down[tier](), stride=2)  # pyright: ignore
+    def _between(self, tier: int, z: Tensor, transposed: bool) -> Tensor:
+        """The block of -W from a tier to the next, 2 AᵀD, or its transpose, 2 DᵀA."""
+        down, a = self.down[tier](), self.tiers[tier + 1].a()  # pyright: ignore[reportCallIssue]
+        if transposed:
+            return 2 * convolve_adjoint(convolve(z, a), down, stride=2)
+        return 2 * convolve_adjoint(convolve(z, down, stride=2), a)
 
     @torch.no_grad()
     def resolvent(self, alpha: float) -> Resolvent:
+        """By substitution: I + α (I - W) is block lower triangular."""
         blocks = []
         for tier, shape in enumerate(self.shapes):
             grain = 1 if tier == len(self.down) else 2
@@ -305,29 +278,16 @@ class TieredMonotone(Monotone):
             def block(z: Tensor, tier: int = tier) -> Tensor:
                 return (1 + alpha) * z - alpha * self._within(tier, z)
 
-            blocks.append(FourierResolvent.of(block, shape, self.biases[0], grain))
-        return _TieredResolvent(self, blocks, alpha)
+            blocks.append(inverse_by_fourier(block, shape, self.biases[0], grain))
 
+        def substitute(u: Tensor, transposed: bool = False) -> Tensor:
+            states, order = self.split(u), range(len(blocks))
+            for step, tier in enumerate(reversed(order) if transposed else order):
+                if step:
+                    before = tier + 1 if transposed else tier - 1
+                    between = self._between(min(tier, before), states[before], transposed)
+                    states[tier] = states[tier] - alpha * between
+                states[tier] = blocks[tier](states[tier], transposed)
+            return self.join(states)
 
-@dataclass(frozen=True)
-class _TieredResolvent(Resolvent):
-    """Substitution: I + α (I - W) is block lower triangular."""
-
-    operator: TieredMonotone
-    blocks: list[FourierResolvent]
-    alpha: float
-
-    def apply(self, u: Tensor) -> Tensor:
-        solved: list[Tensor] = []
-        for tier, part in enumerate(self.operator.split(u)):
-            known = part - self.alpha * self.operator._down(tier - 1, solved[-1]) if tier else part
-            solved.append(self.blocks[tier].apply(known))
-        return torch.cat([part.flatten(1) for part in solved], dim=1)
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        parts = self.operator.split(u)
-        solved: list[Tensor] = []
-        for tier in reversed(range(len(parts))):
-            known = parts[tier] - self.alpha * self.operator._up(tier, solved[-1]) if solved else parts[tier]
-            solved.append(self.blocks[tier].adjoint(known))
-        return torch.cat([part.flatten(1) for part in reversed(solved)], dim=1)
+        return substitute

@@ -39,17 +39,17 @@ class Dopri5(Solver):
 
 
 class VectorField(nn.Module):
-    """f(t, z), counted."""
+    """f(t, z), which counts how often it is evaluated."""
 
-    def __init__(self, channels: int, filters: int, count: Callable[[], None]) -> None:
+    def __init__(self, channels: int, filters: int) -> None:
         super().__init__()
         self.inwards = nn.Conv2d(channels + 1, filters, 1)
         self.across = nn.Conv2d(filters + 1, filters, 3, padding=1)
         self.outwards = nn.Conv2d(filters + 1, channels, 1)
-        self.count = count
+        self.evaluations = 0
 
     def forward(self, t: Tensor, z: Tensor) -> Tensor:
-        self.count()
+        self.evaluations += 1
         z = torch.relu(self.inwards(with_time(t, z)))
         z = torch.relu(self.across(with_time(t, z)))
         return self.outwards(with_time(t, z))
@@ -84,40 +84,28 @@ class ODEBlock(SolvingLayer):
             raise UsageError("an ODE is integrated by dopri5: leave the solver at its default; tol can be chosen")
         super().__init__(solver, adjoint_solver)
         self.extra = extra
-        self.field = VectorField(channels + extra, filters, self._count)
-        self._backward = False
-        self._samples = 0
+        self.field = VectorField(channels + extra, filters)
 
     def forward(self, x: Tensor) -> Tensor:
         with no_autocast(x.device.type):
             start = F.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, 0, 0, 0, self.extra))
             return _Flow.apply(self, start, *self.field.parameters())  # pyright: ignore[reportReturnType]
 
-    def integrate(self, field: Callable[..., Any], start: Any, backward: bool = False) -> Any:
+    def integrate(self, field: Callable[..., Any], start: tuple[Tensor, ...], backward: bool) -> list[Tensor]:
         """The state at time 1, or from there back at time 0."""
         from torchdiffeq import odeint  # a dependency of the baselines only
 
-        solver = self.adjoint_solver if backward else self.solver
-        z = start[0] if backward else start
-        times = torch.tensor([1.0, 0.0] if backward else [0.0, 1.0], dtype=z.dtype, device=z.device)
-        self._backward, self._samples = backward, len(z)
-        self.last_backward = None
-        if not backward:
-            self.last_forward = None
+        way, solver = ("backward", self.adjoint_solver) if backward else ("forward", self.solver)
+        times = start[0].new_tensor([1.0, 0.0] if backward else [0.0, 1.0])
         options = {"max_num_steps": solver.max_steps}
+        self.field.evaluations = 0
         try:
             states = odeint(field, start, times, rtol=solver.tol, atol=solver.tol, method="dopri5", options=options)
         except AssertionError as error:  # torchdiffeq's way to say that it gave up
-            way = "backward" if backward else "forward"
             raise ConvergenceError(f"the ODE cannot be integrated {way}: {error}; lower lr, or raise tol") from error
-        return tuple(state[-1] for state in states) if backward else states[-1]
-
-    def _count(self) -> None:
-        """One more evaluation, of the solve that is under way."""
-        name = "last_backward" if self._backward else "last_forward"
-        before: SolveStats | None = getattr(self, name)
-        steps = 1 if before is None else before.steps + 1
-        setattr(self, name, SolveStats(steps, self._samples, 0, 0.0, Outcome.CONVERGED))
+        stats = SolveStats(self.field.evaluations, len(start[0]), 0, 0.0, Outcome.CONVERGED)
+        self.last_forward, self.last_backward = (self.last_forward, stats) if backward else (stats, None)
+        return [state[-1] for state in states]
 
 
 class _Flow(torch.autograd.Function):
@@ -128,7 +116,7 @@ class _Flow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, block: ODEBlock, start: Tensor, *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        end = block.integrate(block.field, start)
+        (end,) = block.integrate(lambda t, state: (block.field(t, *state),), (start,), backward=False)
         ctx.block = block
         ctx.save_for_backward(end, *parameters)
         return end

@@ -63,32 +63,25 @@ class Splitting:
 
     @torch.no_grad()
     def _solve(self, offset: Tensor, prox: TensorMap, solver: Solver, transposed: bool) -> Solution:
-        if not len(offset):
-            return Solution.empty(offset)
         if self.resolvent is None:
-            step = self._forward_backward(offset, prox, transposed)
-            return run(Problem(step, prox(offset)), solver)
-        solution = run(Problem(self._peaceman_rachford(offset, prox, transposed), offset), solver)
-        return solution.with_value(prox(solution.value))
 
-    def _forward_backward(self, offset: Tensor, prox: TensorMap, transposed: bool) -> TensorMap:
-        return lambda z: prox(z + self.alpha * (self.operator.product(z, transposed) + offset - z))
+            def forward_backward(z: Tensor) -> Tensor:
+                return prox(z + self.alpha * (self.operator.product(z, transposed) + offset - z))
 
-    def _peaceman_rachford(self, offset: Tensor, prox: TensorMap, transposed: bool) -> TensorMap:
-        assert self.resolvent is not None
-        invert = self.resolvent.adjoint if transposed else self.resolvent.apply
-        scaled = self.alpha * offset
+            return run(Problem(forward_backward, prox(offset)), solver)
+        invert, scaled = self.resolvent, self.alpha * offset
 
-        def step(y: Tensor) -> Tensor:
+        def peaceman_rachford(y: Tensor) -> Tensor:
             reflected = 2 * prox(y) - y
-            new = 2 * invert(reflected + scaled) - reflected
+            new = 2 * invert(reflected + scaled, transposed) - reflected
             return torch.lerp(new, y, self.damping) if self.damping else new
 
-        return step
+        solution = run(Problem(peaceman_rachford, offset), solver)
+        return solution.with_value(prox(solution.value))
 
 
-def search_alpha(steps: Callable[[float], int | None], present: float, largest: float = LARGEST_ALPHA) -> float:
-    """The step size, of ``largest`` and its halves, after which fewer steps are no longer found.
+def search_alpha(steps: Callable[[float], int | None], present: float) -> float:
+    """The step size, of the largest and its halves, after which fewer steps are no longer found.
 
     Convergence does not depend on α but its speed does, and the best α moves as W learns. As in the authors'
     experiments α is halved while the number of steps does not grow; where a solve with none of them ends within the
@@ -97,7 +90,7 @@ def search_alpha(steps: Callable[[float], int | None], present: float, largest: 
     >>> search_alpha({1.0: 10, 0.5: 9, 0.25: 12}.__getitem__, present=1.0)
     0.5
     """
-    best, fewest, alpha = present, None, largest
+    best, fewest, alpha = present, None, LARGEST_ALPHA
     while alpha >= SMALLEST_ALPHA:
         found = steps(alpha)
         if found is not None and (fewest is None or found <= fewest):

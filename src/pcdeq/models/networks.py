@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from pcdeq.models.facts import TrainingFacts
 
 
+Widths = tuple[int, ...]  # of the equilibrium layers
+Named = dict[str, nn.Module]  # layers in line, by name
+
+
 class SolverOptions(TypedDict, total=False):
     """Keywords that every layer takes which solves something."""
 
@@ -76,18 +80,19 @@ class Preprocessing:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Pixels in [0, 1] as inputs, in their dtype."""
-        mean = torch.tensor(self.mean, dtype=torch.float32).to(pixels).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=torch.float32).to(pixels).view(-1, 1, 1)
-        return (pixels - mean) / std
+        return (pixels - _by_channel(self.mean).to(pixels)) / _by_channel(self.std).to(pixels)
 
     def scaled(self, distance: float) -> Tensor:
         """A distance between pixels, which go from 0 to 1, as one between normalised inputs, (channels, 1, 1)."""
-        return distance / torch.tensor(self.std).view(-1, 1, 1)
+        return distance / _by_channel(self.std)
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """What black and white, or no and full colour, are as normalised inputs, (channels, 1, 1) each."""
-        mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (self.mean, self.std))
-        return (0 - mean) / std, (1 - mean) / std
+        return self.normalise(torch.zeros(1)), self.normalise(torch.ones(1))
+
+
+def _by_channel(numbers: tuple[float, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
 
 
 def solver_options(kind: str, options: LayerOptions) -> SolverOptions:
@@ -114,7 +119,7 @@ class Network(nn.Sequential):
 
     def __init__(
         self,
-        channels: tuple[int, ...],
+        channels: Widths,
         image_shape: ImageShape = (1, 28, 28),
         num_classes: int = 10,
         **options: Unpack[LayerOptions],
@@ -130,20 +135,18 @@ class Network(nn.Sequential):
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # faster convolutions
 
     @classmethod
-    def check_channels(cls, channels: tuple[int, ...]) -> None:
+    def check_channels(cls, channels: Widths) -> None:
         """Raise `UsageError` unless these are widths for this network."""
         if len(channels) != cls.widths or min(channels) < 1:
             raise UsageError(f"channels of {cls.__name__} must be {cls.widths} positive number(s), got {channels}")
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         """The layers by name, from the image to the class scores."""
         raise NotImplementedError
 
     @classmethod
-    def _stage(cls, lift: nn.Conv2d, options: LayerOptions, number: str = "") -> dict[str, nn.Module]:
+    def _stage(cls, lift: nn.Conv2d, options: LayerOptions, number: str = "") -> Named:
         """A convolution that changes the number of channels, and the equilibrium layer after it."""
         return {
             f"lift{number}": lift,
@@ -226,9 +229,7 @@ class L(Network):
     widths = 1
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         (width,) = channels
         return {
             "flatten": nn.Flatten(),
@@ -250,9 +251,7 @@ class SC(Network):
     widths = 1
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         (width,) = channels
         lift = nn.Conv2d(image_shape[0], width, 3, padding=1)
         return cls._stage(lift, options) | head(width, image_shape, image_shape[1:], 8, num_classes)
@@ -268,9 +267,7 @@ class MC(Network):
     widths = 3
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         first, second, third = channels
         size = tuple(((edge - 1) // 2 - 1) // 2 for edge in image_shape[1:])  # two convolutions of stride 2
         return (
@@ -281,9 +278,7 @@ class MC(Network):
         )
 
 
-def head(
-    width: int, image_shape: ImageShape, size: tuple[int, ...], pooling: int, num_classes: int
-) -> dict[str, nn.Module]:
+def head(width: int, image_shape: ImageShape, size: tuple[int, ...], pooling: int, num_classes: int) -> Named:
     """Average the last feature maps, of the given size, and classify."""
     rows, columns = (edge // pooling for edge in size)
     if rows < 1 or columns < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -13,38 +13,12 @@ from pcdeq.models.networks import MC, SC, L, Network
 
 AnyNetwork = TypeVar("AnyNetwork", bound=Network)
 
-# The authors' module names and ours. Within a module the names agree, except for the weight of an
-# equilibrium layer, which they keep in `deq.f.W` and we in `operator`.
-REFERENCE_NAMES: dict[type[Network], dict[str, str]] = {
-    L: {
-        "linear1": "lift",
-        "bn1": "lift_norm",
-        "block": "deq",
-        "bn2": "deq_norm",
-        "classifier": "classifier",
-    },
-    SC: {
-        "conv1": "lift",
-        "bn1": "lift_norm",
-        "block": "deq",
-        "bn2": "deq_norm",
-        "classifier": "classifier",
-    },
-    MC: {
-        "conv1": "lift1",
-        "bn1": "lift1_norm",
-        "block1": "deq1",
-        "bn2": "deq1_norm",
-        "downsample1": "lift2",
-        "bn3": "lift2_norm",
-        "block2": "deq2",
-        "bn4": "deq2_norm",
-        "downsample2": "lift3",
-        "bn5": "lift3_norm",
-        "block3": "deq3",
-        "bn6": "deq3_norm",
-        "classifier": "classifier",
-    },
+# The authors' modules that have weights, in the order of ours. Within a module the names agree, except for the weight
+# of an equilibrium layer, which they keep in `deq.f.W` and we in `operator`.
+REFERENCE_NAMES: dict[type[Network], str] = {
+    L: "linear1 bn1 block bn2 classifier",
+    SC: "conv1 bn1 block bn2 classifier",
+    MC: "conv1 bn1 block1 bn2 downsample1 bn3 block2 bn4 downsample2 bn5 block3 bn6 classifier",
 }
 
 
@@ -67,7 +41,7 @@ def load_reference(model: AnyNetwork, state_dict: Mapping[str, Tensor]) -> AnyNe
         raise UsageError(f"the authors' checkpoints fit the L, SC and MC networks, not {type(model).__name__}")
     theirs = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     ours = model.state_dict()
-    expected = _expected_names(names, ours)
+    expected = _expected_names(names.split(), ours)
     problems = [f"unknown name {name}" for name in theirs if name not in expected]
     for name, our_name in expected.items():
         if name not in theirs:
@@ -88,13 +62,11 @@ def load_reference(model: AnyNetwork, state_dict: Mapping[str, Tensor]) -> AnyNe
     return model
 
 
-def _expected_names(names: Mapping[str, str], ours: Mapping[str, Tensor]) -> dict[str, str]:
+def _expected_names(their_modules: list[str], ours: Iterable[str]) -> dict[str, str]:
     """Their name of every entry of our ``state_dict`` that they have too, and ours."""
-    expected = {}
-    for their_module, our_module in names.items():
-        for our_name in ours:
-            module, _, entry = our_name.partition(".")
-            if module == our_module and not entry.startswith("warm."):  # what we guess solutions from
-                entry = entry.replace("operator.", "deq.f.W.")
-                expected[f"{their_module}.{entry}"] = our_name
-    return expected
+    known = [name.split(".", 1) for name in ours if ".warm." not in name]  # what we guess solutions from
+    our_modules = dict.fromkeys(module for module, _ in known)
+    theirs = dict(zip(our_modules, their_modules, strict=True))
+    return {
+        f"{theirs[module]}.{entry.replace('operator.', 'deq.f.W.')}": f"{module}.{entry}" for module, entry in known
+    }

@@ -18,7 +18,7 @@ from pcdeq.errors import UsageError
 from pcdeq.implicit import attach_gradient, no_autocast
 from pcdeq.models.baselines.monotone import ConvMonotone, DenseMonotone, Monotone, TieredMonotone
 from pcdeq.models.baselines.splitting import LARGEST_ALPHA, Method, Splitting, checked, search_alpha
-from pcdeq.models.networks import LayerOptions, Network, head, solver_options
+from pcdeq.models.networks import LayerOptions, Named, Network, Widths, head, solver_options
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Picard, Solver, SolvingLayer
 from pcdeq.solvers.solver import require_solver
@@ -118,9 +118,7 @@ class MonDEQL(Network):
     widths = 1
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         (width,) = channels
         return {
             "flatten": nn.Flatten(),
@@ -140,9 +138,7 @@ class MonDEQSC(Network):
     widths = 1
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         (width,) = channels
         size = (image_shape[1] + 2, image_shape[2] + 2)
         return {
@@ -162,9 +158,7 @@ class MonDEQMT(Network):
     widths = 3
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         if image_shape[1] % 4 or image_shape[2] % 4:
             raise UsageError(
                 f"the tiers of monDEQ-MT need images whose sides are multiples of 4, not {image_shape[1]} x "

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from pcdeq.errors import ConvergenceError, UsageError
 from pcdeq.implicit import no_autocast
-from pcdeq.models.networks import LayerOptions, Network, solver_options
+from pcdeq.models.networks import LayerOptions, Named, Network, Widths, solver_options
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Outcome, Solver, SolveStats, SolvingLayer
 
@@ -151,9 +151,7 @@ class NODE(Network):
     widths = 1
 
     @classmethod
-    def layers(
-        cls, channels: tuple[int, ...], image_shape: ImageShape, num_classes: int, options: LayerOptions
-    ) -> dict[str, nn.Module]:
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         filters, extra = (*channels, 0)[:2]
         block = ODEBlock(image_shape[0], filters, extra, **solver_options("an ODE", options))
         features = (image_shape[0] + extra) * math.prod(image_shape[1:])
@@ -170,6 +168,6 @@ class ANODE(NODE):
     widths = 2
 
     @classmethod
-    def check_channels(cls, channels: tuple[int, ...]) -> None:
+    def check_channels(cls, channels: Widths) -> None:
         if len(channels) != 2 or channels[0] < 1 or channels[1] < 0:
             raise UsageError(f"channels of ANODE must be its filters and its extra channels, got {channels}")

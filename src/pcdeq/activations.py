@@ -154,7 +154,7 @@ class Activation:
 
 
 def _loses_digits_at(function: TensorMap) -> float | None:
-    y = torch.logspace(-12, 12, 4801, dtype=torch.float64, device="cpu").float()
+    y = _logspace(-12, 12, 4801).float()
     exact, limits = function(y.double()), torch.finfo(torch.float32)
     # What float32 is too small for is no lost digit.
     wrong = (function(y).double() - exact).abs() > ROUNDINGS * limits.eps * exact + limits.tiny
@@ -163,34 +163,21 @@ def _loses_digits_at(function: TensorMap) -> float | None:
 
 def _largest_elasticity(activation: Activation, floor: float) -> float:
     """Maximise (y - floor) s'(y) / s(y) over y > floor on a grid that is refined twice."""
-
-    def elasticity(distance: Tensor) -> Tensor:
-        y = floor + distance
-        return distance * activation.derivative(y) / activation.value(y)
-
-    def around(centre: float, factor: float) -> Tensor:
-        low, high = math.log10(centre / factor), math.log10(centre * factor)
-        return torch.logspace(low, high, 4001, dtype=torch.float64, device="cpu")
-
-    grid = torch.cat(
-        [torch.logspace(-12, 12, 24001, dtype=torch.float64, device="cpu"), *_just_below_kinks(activation, floor)]
-    )
+    below_kinks = [(kink - floor) * (1 - 1e-15) for kink in activation.kinks if kink > floor]
+    distance = torch.cat([_logspace(-12, 12, 24001), torch.tensor(below_kinks, dtype=torch.float64, device="cpu")])
     best, centre = 0.0, 1.0
     for factor in (1.01, 1.0001, 1.0):
-        values = torch.nan_to_num(elasticity(grid))
-        index = int(values.argmax())
-        if float(values[index]) > best:
-            best, centre = float(values[index]), float(grid[index])
-        grid = around(centre, factor)
+        y = floor + distance
+        found, index = torch.nan_to_num(distance * activation.derivative(y) / activation.value(y)).max(0)
+        if float(found) > best:
+            best, centre = float(found), float(distance[index])
+        distance = _logspace(math.log10(centre / factor), math.log10(centre * factor), 4001)
     return min(best, 1.0)
 
 
-def _just_below_kinks(activation: Activation, floor: float) -> list[Tensor]:
-    return [
-        torch.tensor([(kink - floor) * (1 - 1e-15)], dtype=torch.float64, device="cpu")
-        for kink in activation.kinks
-        if kink > floor
-    ]
+def _logspace(low: float, high: float, points: int) -> Tensor:
+    """So many numbers from 10^low to 10^high; on the CPU, also where layers are made without memory."""
+    return torch.logspace(low, high, points, dtype=torch.float64, device="cpu")
 
 
 def require_concave(activation: Activation) -> None:
@@ -227,19 +214,23 @@ def require_concave(activation: Activation) -> None:
         raise UsageError(f"activation '{activation.name}' is 0 everywhere")
 
 
+def _bent(name: str, line: TensorMap, *, kink: float, supremum: float, slope: float = 1.0) -> Activation:
+    """A line, constant from the kink on, at which it has reached its supremum."""
+
+    def slope_below(end: float) -> TensorMap:
+        return lambda y: (y < end).to(y.dtype) * slope
+
+    return Activation(
+        name, lambda y: line(y).clamp(max=supremum), slope_below(kink), slope_below(supremum), supremum, (kink,)
+    )
+
+
 # (value, slope, slope as a function of the value, supremum, kinks); the first four are the paper's.
 ACTIVATIONS: dict[str, Activation] = {}
 for _activation in (
     Activation("tanh", torch.tanh, lambda y: torch.cosh(y.clamp(max=350.0)) ** -2, lambda z: 1 - z * z, 1.0),
     Activation("softsign", lambda y: y / (1 + y), lambda y: (1 + y) ** -2, lambda z: (1 - z) ** 2, 1.0),
-    Activation(
-        "relu6",
-        lambda y: y.clamp(max=6.0),
-        lambda y: (y < 6).to(y.dtype),
-        lambda z: (z < 6).to(z.dtype),
-        6.0,
-        (6.0,),
-    ),
+    _bent("relu6", lambda y: y, kink=6.0, supremum=6.0),
     Activation("sigmoid", torch.sigmoid, lambda y: torch.sigmoid(y) * torch.sigmoid(-y), lambda z: z * (1 - z), 1.0),
     Activation("log1p", torch.log1p, lambda y: 1 / (1 + y), lambda z: torch.exp(-z)),
     Activation("arctan", torch.atan, lambda y: 1 / (1 + y * y), lambda z: torch.cos(z) ** 2, math.pi / 2),
@@ -251,22 +242,8 @@ for _activation in (
         lambda z: (1 - z * z).clamp(min=0.0) ** 1.5,
         1.0,
     ),
-    Activation(
-        "hard-tanh",
-        lambda y: y.clamp(max=1.0),
-        lambda y: (y < 1).to(y.dtype),
-        lambda z: (z < 1).to(z.dtype),
-        1.0,
-        (1.0,),
-    ),
-    Activation(
-        "hard-sigmoid",
-        lambda y: (y / 6 + 0.5).clamp(max=1.0),
-        lambda y: (y < 3).to(y.dtype) / 6,
-        lambda z: (z < 1).to(z.dtype) / 6,
-        1.0,
-        (3.0,),
-    ),
+    _bent("hard-tanh", lambda y: y, kink=1.0, supremum=1.0),
+    _bent("hard-sigmoid", lambda y: y / 6 + 0.5, kink=3.0, supremum=1.0, slope=1 / 6),
 ):
     ACTIVATIONS[_activation.name] = _activation
 

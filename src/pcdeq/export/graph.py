@@ -35,8 +35,7 @@ class Equilibrium(nn.Module):
         self.floor = layer.floor
         self._bind = layer.operator.bind
         self.register_buffer("weight", layer.operator.effective_weight().detach().contiguous())
-        guess = None if layer.warm is None or not layer.warm.product.numel() else layer.warm.product
-        self.register_buffer("guess", None if guess is None else guess.nan_to_num(nan=0.0).clamp(min=0.0).contiguous())
+        self.warm = layer.warm
 
     def equation(self, x: Tensor) -> Equation:
         """The equation for this input."""
@@ -47,8 +46,7 @@ class Equilibrium(nn.Module):
 
     def start(self, equation: Equation) -> Tensor:
         """s(x + a guess of Wz* that is >= 0): the first step, from wherever, so that T4 holds for it."""
-        guess = self.get_buffer("guess") if self.guess is not None else None
-        return equation.start(guess if guess is not None and guess.shape == equation.x.shape[1:] else None)
+        return equation.start(None if self.warm is None else self.warm.guess(equation.x))
 
 
 class FixedSteps(Equilibrium):

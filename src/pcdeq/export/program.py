@@ -230,9 +230,7 @@ def trace(graph: Graph) -> torch.export.ExportedProgram:
         return torch.export.export(graph, (pixels,), dynamic_shapes=({0: torch.export.Dim("n")},))
 
 
-def write_export(
-    model: Network, path: str | os.PathLike[str], plan: Plan, to: Kind = "onnx", metadata: dict[str, str] | None = None
-) -> Path:
+def write_export(model: Network, path: str | os.PathLike[str], plan: Plan, to: Kind = "onnx") -> Path:
     """Write what was planned, whole or not at all.
 
     >>> import tempfile, pcdeq
@@ -242,7 +240,7 @@ def write_export(
     >>> program.module()(torch.zeros(5, 1, 28, 28)).shape
     torch.Size([5, 10])
     """
-    return write_file(Path(path), render(plan, to, describe(plan, model) if metadata is None else metadata))
+    return write_file(Path(path), render(plan, to, describe(plan, model)))
 
 
 def render(plan: Plan, to: Kind, metadata: dict[str, str]) -> bytes:
@@ -270,8 +268,7 @@ def _exporting() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

@@ -58,21 +58,20 @@ class Contraction:
         supremum = layer.activation.supremum
         return cls(rate.factor * ROUNDING, math.log(supremum / lowest), lowest, supremum, slope / lowest)
 
-    def after(self, steps: int) -> float:
-        """The distance to z* after so many steps, of which the first is the start."""
-        return self.distance * self.factor ** (steps - 1)
+    def own(self, layer: Equilibrium) -> float:
+        """How far from z* the layer stops: after so many steps, of which the first is the start, or at its tolerance.
 
-    def at(self, tol: float) -> float:
-        """The same where max|g(z) - z| < tol max|g(z)|: the last step was no longer than log(1 + tol b / lowest)."""
-        return self.factor / (1 - self.factor) * math.log1p(tol * self.supremum / self.lowest)
+        Where max|g(z) - z| < tol max|g(z)|, the last step was no longer than log(1 + tol b / lowest).
+        """
+        if isinstance(layer, FixedSteps):
+            return self.distance * self.factor ** (layer.steps - 1)
+        assert isinstance(layer, Loop)
+        return self.factor / (1 - self.factor) * math.log1p(layer.tol * self.supremum / self.lowest)
 
-    def moved(self, input_error: float) -> float:
-        """How far z* moves with its input."""
-        return input_error * self.sensitivity / (1 - self.factor)
-
-    def error(self, own: float, input_error: Tensor) -> Tensor:
-        """That of an equilibrium which is so far off itself, and whose input is wrong."""
-        distance = own + self.moved(float(input_error.max()))
+    def error(self, layer: Equilibrium, input_error: Tensor) -> Tensor:
+        """That of an equilibrium which stops early, and whose input is wrong, with which z* moves."""
+        moved = float(input_error.max()) * self.sensitivity / (1 - self.factor)
+        distance = self.own(layer) + moved
         return torch.full_like(input_error, -self.supremum * math.expm1(-distance))
 
 
@@ -89,17 +88,9 @@ def contractions(graph: Graph) -> list[Contraction] | None:
 
 def proved_error(graph: Graph, rates: list[Contraction]) -> float:
     """A bound on the error of every logit, for every input, in exact arithmetic."""
-    pairs = zip(graph.equilibria, rates, strict=True)
-    truncated = (partial(rate.error, _own_distance(layer, rate)) for layer, rate in pairs)
+    truncated = (partial(rate.error, layer) for layer, rate in zip(graph.equilibria, rates, strict=True))
     error = torch.zeros(1, *graph.image_shape, dtype=torch.float64)
     return float(enlarge(graph.known, error, truncated).max())
-
-
-def _own_distance(layer: Equilibrium, rate: Contraction) -> float:
-    if isinstance(layer, FixedSteps):
-        return rate.after(layer.steps)
-    assert isinstance(layer, Loop)
-    return rate.at(layer.tol)
 
 
 def proved_depth(model: Network, rates: list[Contraction], wanted: float) -> Graph | None:

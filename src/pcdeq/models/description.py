@@ -167,17 +167,17 @@ def solver_from_dict(given: Any) -> Any:
     if given.get("stop") == "certified":  # from before there was the wrapper
         given = {"name": "Certified", "solver": {**given, "stop": "sample"}}
     values = {name: solver_from_dict(value) if isinstance(value, dict) else value for name, value in given.items()}
-    return _from_plain(SOLVERS[values.pop("name")], values)
+    solver = _from_plain(SOLVERS[values.pop("name")], values)
+    check_types(solver)
+    return solver
 
 
 def _from_plain(kind: type[T], given: Any) -> T:
-    """A dataclass from values by name, all of which are checked; lists become tuples."""
+    """A dataclass from values by name, none of which is missing or unknown; lists become tuples."""
     known = fields(kind)  # pyright: ignore[reportArgumentType]
     required = {item.name for item in known if item.default is MISSING and item.default_factory is MISSING}
     _check_keys(given, required, {item.name for item in known})
-    instance = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-    check_types(instance)
-    return instance
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def _check_keys(given: Any, required: set[str], known: set[str]) -> None:

@@ -103,19 +103,22 @@ def load(source: str | os.PathLike[str], checkpoint: Which = "last") -> Network:
     folder = Path(source)
     config = folder / CONFIG
     told = read_json(config) if config.is_file() else None
-    if isinstance(told, dict) and "config" in told:
+    is_run = isinstance(told, dict) and "config" in told
+    if is_run:
         path = find_checkpoint(folder, checkpoint) / WEIGHTS
-        given, tensors = read_weights(path)
-        network = _restore(told, config, tensors, path) if given is None else _restore(given, path, tensors, path)
+    elif checkpoint != "last":
+        raise UsageError(f"{source} is not a run: of it there is only the last epoch")
+    else:
+        path = _find_file(folder) if told is None else folder / WEIGHTS
+    given, tensors = read_weights(path)
+    # People may edit the configuration of a folder. That of a run says what was to be done; the weights know better.
+    by_weights = told is None or (is_run and given is not None)
+    network = _restore(given, path, tensors, path) if by_weights else _restore(told, config, tensors, path)
+    if is_run:
         if (network.image_shape, network.preprocessing) != told_by(told)[1:]:
             raise DataError(f"the weights in {path} do not fit {config}: other images or classes")
         network.training_facts = describe_training(folder, told, checkpoint)
-        return network
-    if checkpoint != "last":
-        raise UsageError(f"{source} is not a run: of it there is only the last epoch")
-    path = _find_file(folder) if told is None else folder / WEIGHTS
-    given, tensors = read_weights(path)
-    return _restore(given, path, tensors, path) if told is None else _restore(told, config, tensors, path)
+    return network
 
 
 def _restore(given: Any, said_by: Path, tensors: dict[str, Tensor], path: Path) -> Network:
@@ -123,17 +126,12 @@ def _restore(given: Any, said_by: Path, tensors: dict[str, Tensor], path: Path) 
     try:
         description = Description.read(given)
         with torch.device("meta"):
-            expected = dict(description.make().named_parameters())
+            sketch = description.make()
     except (PcdeqError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise DataError(f"{said_by} does not describe a network: {_one_line(error)}") from error
-    for name, parameter in expected.items():
-        if name not in tensors or tensors[name].shape != parameter.shape:
-            found = f"of shape {tuple(tensors[name].shape)}" if name in tensors else "missing"
-            raise DataError(
-                f"{path} does not hold the weights of this network: {name} is {found}, not {tuple(parameter.shape)}"
-            )
-    network = description.make()
     try:
+        sketch.load_state_dict(tensors, assign=True)  # takes no memory, and fails where names or sizes differ
+        network = description.make()
         network.load_state_dict(tensors)
     except RuntimeError as error:
         raise DataError(f"{path} does not hold the weights of this network: {_one_line(error)}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class LayerReport:
 class Report:
     """The audit of a model: one report a layer."""
 
-    layers: tuple[LayerReport, ...] = field(default_factory=tuple)
+    layers: tuple[LayerReport, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -94,15 +94,13 @@ def check(model: nn.Module, images: Tensor | None = None) -> Report:
 
 def _inputs_of(model: nn.Module, layers: dict[str, PcDEQ], images: Tensor) -> dict[str, Tensor]:
     """What each layer is given when the model runs on the images."""
+    names = {layer: name for name, layer in layers.items()}
     seen: dict[str, Tensor] = {}
 
-    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen[name] = inputs[0]
+    def remember(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        seen[names[layer]] = inputs[0]
 
-        return hook
-
-    handles = [layer.register_forward_pre_hook(remember(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(remember) for layer in names]
     training = model.training
     try:
         model.eval()(images)
@@ -170,17 +168,14 @@ def _norm_and_radius(layer: PcDEQ, x: Tensor | None) -> tuple[float, float]:
     A convolution needs the size of its images: without inputs it is taken on 16 places a side. Of what an operator of
     the user's wants nothing is known: without inputs both are NaN.
     """
-    weight = layer.operator.effective_weight().double()
+    operator, weight = layer.operator, layer.operator.effective_weight().double()
     if x is not None:
-        shape = (1, *x.shape[x.ndim - layer.operator.state_ndim :])
-    elif isinstance(layer.operator, Dense):
-        shape = (1, weight.shape[1])
-    elif isinstance(layer.operator, Conv):
-        shape = (1, weight.shape[1], *[16] * (layer.operator.state_ndim - 1))
+        state = x.shape[-operator.state_ndim :]
+    elif isinstance(operator, Dense | Conv):
+        state = (weight.shape[1], *[16] * (operator.state_ndim - 1))
     else:
         return math.nan, math.nan
-    linear = layer.operator.bind(weight)
-    ones = torch.ones(shape, dtype=weight.dtype, device=weight.device)
+    linear, ones = operator.bind(weight), weight.new_ones(1, *state)
     norm = math.sqrt(_power(lambda z: linear.adjoint(linear.apply(z)), ones))
     return norm, _power(linear.apply, ones)
 

@@ -28,7 +28,7 @@ MOST_TERMS = 500
 
 
 @dataclass(frozen=True)
-class GradientEnclosure:
+class GradientEnclosure(Enclosure):
     """lower <= gradient <= upper for the samples that are certified.
 
     Attributes:
@@ -38,15 +38,7 @@ class GradientEnclosure:
             and the bounds hold for either.
     """
 
-    lower: Tensor
-    upper: Tensor
-    certified: Tensor
     kinks: Tensor
-
-    @property
-    def width(self) -> Tensor:
-        """upper - lower, componentwise."""
-        return self.upper - self.lower
 
 
 def contraction(linear: LinearMap, slope: Tensor, margin: float) -> tuple[Tensor, Tensor]:
@@ -88,17 +80,18 @@ def enclose_gradient(equation: Equation, box: Enclosure, grad: Tensor, tol: floa
     weights, factor = contraction(equation.map, most, margin)
     certified = box.certified & (factor < 1).flatten()
     factor = factor.clamp(max=1 - 1e-9)  # what is not certified is replaced below
-    ends = {}
-    for name, part in (("positive", grad.clamp(min=0)), ("negative", (-grad).clamp(min=0))):
-        low = _series(equation.map, least, part, weights, factor, tol, -margin)[0]
+
+    def ends(part: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds on what a part >= 0 of the gradient turns into."""
+        low, _ = _series(equation.map, least, part, weights, factor, tol, -margin)
         high, rest = _series(equation.map, most, part, weights, factor, tol, margin)
-        ends[name] = (low, high + rest)
-    lower = ends["positive"][0] - ends["negative"][1]
-    upper = ends["positive"][1] - ends["negative"][0]
-    slack = 4 * torch.finfo(grad.dtype).eps * (ends["positive"][1] + ends["negative"][1])
+        return low, high + rest
+
+    (low, high), (negative_low, negative_high) = ends(grad.clamp(min=0)), ends((-grad).clamp(min=0))
+    slack = 4 * torch.finfo(grad.dtype).eps * (high + negative_high)
     proved = per_sample(certified, grad)
-    lower = torch.where(proved, lower - slack, -torch.inf)
-    upper = torch.where(proved, upper + slack, torch.inf)
+    lower = torch.where(proved, low - negative_high - slack, -torch.inf)
+    upper = torch.where(proved, high - negative_low + slack, torch.inf)
     return GradientEnclosure(lower, upper, certified, kinks)
 
 
@@ -114,11 +107,10 @@ def _slopes(equation: Equation, box: Enclosure, margin: float) -> tuple[Tensor, 
     upper = torch.where(box.upper.isfinite(), box.upper, 0.0)  # no claim is made about those samples
     low = ((equation.product(box.lower) + equation.x) * (1 - margin) - tiny).clamp_(min=0)
     high = (equation.product(upper) + equation.x) * (1 + margin) + tiny
-    derivative = equation.activation.derivative
     kinks = torch.zeros_like(low, dtype=torch.bool)
-    for kink in equation.activation.kinks:
+    for kink in activation.kinks:
         kinks |= (low <= kink) & (kink <= high)
-    return derivative(high) * (1 - 64 * margin), derivative(low) * (1 + 64 * margin), kinks
+    return activation.derivative(high) * (1 - 64 * margin), activation.derivative(low) * (1 + 64 * margin), kinks
 
 
 def _series(

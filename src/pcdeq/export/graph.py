@@ -27,6 +27,7 @@ class Equilibrium(nn.Module):
     """What both forms share: the layer's equation, and where its iteration starts."""
 
     weight: Tensor
+    guess: Tensor  # of Wz*; empty where there is none
 
     def __init__(self, layer: PcDEQ) -> None:
         super().__init__()
@@ -35,7 +36,8 @@ class Equilibrium(nn.Module):
         self.floor = layer.floor
         self._bind = layer.operator.bind
         self.register_buffer("weight", layer.operator.effective_weight().detach().contiguous())
-        self.warm = layer.warm
+        product = torch.empty(0) if layer.warm is None else layer.warm.product
+        self.register_buffer("guess", product.nan_to_num(nan=0.0).clamp(min=0.0).contiguous())
 
     def equation(self, x: Tensor) -> Equation:
         """The equation for this input."""
@@ -46,7 +48,7 @@ class Equilibrium(nn.Module):
 
     def start(self, equation: Equation) -> Tensor:
         """s(x + a guess of Wz* that is >= 0): the first step, from wherever, so that T4 holds for it."""
-        return equation.start(None if self.warm is None else self.warm.guess(equation.x))
+        return equation.start(self.guess if self.guess.shape == equation.x.shape[1:] else None)
 
 
 class FixedSteps(Equilibrium):

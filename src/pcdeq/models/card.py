@@ -28,23 +28,19 @@ def model_card(model: Network) -> str:
     <BLANKLINE>
     <BLANKLINE>
     """
-    facts = model.training_facts or TrainingFacts()
-    title = facts.row or f"pcdeq-{type(model).__name__.lower()}-{_first(model).activation.name}"
+    facts, layers = model.training_facts or TrainingFacts(), pcdeq_layers(model)
+    title = facts.row or f"pcdeq-{type(model).__name__.lower()}-{layers[0].activation.name}"
     sections = [
         _front_matter(facts, title),
         f"# {title}" + (f", trained on {facts.data}" if facts.data else ""),
-        _what(model),
+        _what(model, layers),
         _results(facts),
-        _guarantee(_first(model)),
+        _guarantee(layers[0]),
         _loading(model),
         "## Reference\n\nPositive Concave Deep Equilibrium Models (Gabor, Piotrowski and Cavalcante, ICML 2024). "
         f"Made with pcdeq {__version__}, Apache-2.0.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _first(model: Network) -> PcDEQ:
-    return pcdeq_layers(model)[0]
 
 
 def _front_matter(facts: TrainingFacts, title: str) -> str:
@@ -66,19 +62,17 @@ def _front_matter(facts: TrainingFacts, title: str) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _what(model: Network) -> str:
-    shape = " x ".join(map(str, model.image_shape))
-    widths = ", ".join(str(layer.operator.shape[0]) for layer in pcdeq_layers(model))
+def _what(model: Network, layers: list[PcDEQ]) -> str:
+    shape, widths = " x ".join(map(str, model.image_shape)), ", ".join(map(str, model.channels))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    plural = "widths" if "," in widths else "width"
-    lines = [
-        f"An equilibrium network (pcDEQ) for pictures of {shape}, with {TOPOLOGY[type(model).__name__]} of {plural} "
-        f"{widths},",
-        f"activation {_first(model).activation.name}; {parameters:,} parameters, {model.num_classes} classes.",
-    ]
+    text = (
+        f"An equilibrium network (pcDEQ) for pictures of {shape}, with {TOPOLOGY[type(model).__name__]} of "
+        f"{'widths' if len(layers) > 1 else 'width'} {widths},\n"
+        f"activation {layers[0].activation.name}; {parameters:,} parameters, {model.num_classes} classes."
+    )
     if model.preprocessing is not None:
-        lines += ["", f"Classes: {', '.join(model.preprocessing.classes)}."]
-    return "## What it is\n\n" + "\n".join(lines)
+        text += f"\n\nClasses: {', '.join(model.preprocessing.classes)}."
+    return f"## What it is\n\n{text}"
 
 
 def _results(facts: TrainingFacts) -> str:
@@ -117,17 +111,13 @@ def _guarantee(layer: PcDEQ) -> str:
 
 
 def _loading(model: Network) -> str:
-    prepared = "model.preprocessing(images)" if model.preprocessing is not None else "images"
-    kind = "uint8" if model.preprocessing is not None else "float32"
-    return "\n".join(
-        [
-            "## How to load it",
-            "",
-            "```python",
-            "from pcdeq.models import Network",
-            "",
-            'model = Network.from_pretrained("this folder, or owner/name on the Hub")',
-            f"logits = model({prepared})  # images: {kind} (n, {', '.join(map(str, model.image_shape))})",
-            "```",
-        ]
-    )
+    plain = model.preprocessing is None
+    prepared, kind = ("images", "float32") if plain else ("model.preprocessing(images)", "uint8")
+    return f"""## How to load it
+
+```python
+from pcdeq.models import Network
+
+model = Network.from_pretrained("this folder, or owner/name on the Hub")
+logits = model({prepared})  # images: {kind} (n, {", ".join(map(str, model.image_shape))})
+```"""

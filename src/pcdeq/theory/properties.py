@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from pcdeq.theory.mappings import Like, Map, origin, rounding, value_of
 EXACT_FACTORS = (2.0, 16.0, 1024.0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Counterexample:
     """Where a property fails.
 
@@ -47,8 +48,8 @@ class Counterexample:
 
     claim: str
     x: Tensor
-    y: Tensor | None
-    factor: float | None
+    y: Tensor | None = None
+    factor: float | None = None
     index: int
     left: float
     right: float
@@ -132,7 +133,7 @@ def check_positive(fn: Map, like: Like, sampling: Sampling = DEFAULT) -> Verdict
     """
     test = _Test(fn, origin(like), "positive", sampling)
     for x in test.points:
-        test.demand("0 < fn(x)", torch.zeros_like(x), test(x), x, strict=True)
+        test.demand("0 < fn(x)", torch.zeros_like(x), test(x), strict=True, x=x)
     return test.verdict()
 
 
@@ -152,7 +153,7 @@ def check_monotone(fn: Map, like: Like, sampling: Sampling = DEFAULT) -> Verdict
     test = _Test(fn, origin(like), "monotone", sampling)
     for x, step in zip(test.points, test.steps(), strict=True):
         y = x + step
-        test.demand("fn(x) <= fn(y) for x <= y", test(x), test(y), x, y)
+        test.demand("fn(x) <= fn(y) for x <= y", test(x), test(y), x=x, y=y)
     return test.verdict()
 
 
@@ -173,7 +174,7 @@ def check_scalable(fn: Map, like: Like, sampling: Sampling = DEFAULT) -> Verdict
     for k, x in enumerate(test.points):
         strict = k % 2 == 0
         factor = EXACT_FACTORS[k // 2 % 3] if strict else 1 + float(10 ** test.uniform(-4, 3))
-        test.demand("fn(λx) < λ fn(x)", test(factor * x), factor * test(x), x, factor=factor, strict=strict)
+        test.demand("fn(λx) < λ fn(x)", test(factor * x), factor * test(x), strict, x=x, factor=factor)
     return test.verdict()
 
 
@@ -192,7 +193,7 @@ def check_concave(fn: Map, like: Like, sampling: Sampling = DEFAULT) -> Verdict:
         y = x + step if k % 2 else test.points[-1 - k]
         t = 0.5 if k % 4 < 2 else float(test.uniform(0.01, 0.99))
         chord, arc = t * test(x) + (1 - t) * test(y), test(t * x + (1 - t) * y)
-        test.demand("t fn(x) + (1 - t) fn(y) <= fn(tx + (1 - t)y)", chord, arc, x, y, factor=t)
+        test.demand("t fn(x) + (1 - t) fn(y) <= fn(tx + (1 - t)y)", chord, arc, x=x, y=y, factor=t)
     return test.verdict()
 
 
@@ -206,6 +207,7 @@ class _Test:
         self.generator = torch.Generator().manual_seed(sampling.seed)
         self.tested = 0
         self.worst: Counterexample | None = None
+        self.worst_amount = -1.0
         self.points = self._points()
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -246,18 +248,8 @@ class _Test:
         chosen[int(torch.randint(chosen.numel(), (), generator=self.generator))] = 1.0
         return chosen.reshape(self.zero.shape) * value
 
-    def demand(
-        self,
-        claim: str,
-        left: Tensor,
-        right: Tensor,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        factor: float | None = None,
-        strict: bool = False,
-    ) -> None:
-        """Count left <= right (left < right if strict) and remember the worst violation."""
+    def demand(self, claim: str, left: Tensor, right: Tensor, strict: bool = False, **where: Any) -> None:
+        """Count left <= right (left < right if strict) and remember the worst violation, with the points ``where``."""
         self.tested += 1
         excess = left - right
         size = torch.maximum(left.abs(), right.abs())
@@ -266,18 +258,13 @@ class _Test:
         broken = (excess > margin) | ((excess >= 0) & strict) | left.isnan() | right.isnan()
         if not bool(broken.any()):
             return
-        amount = excess / size.clamp(min=torch.finfo(size.dtype).tiny)
-        relative = torch.where(broken, torch.where(excess.isfinite(), amount, 0.0), -1.0)
-        index = int(relative.argmax())
-        sides = (float(side.flatten()[index]) for side in (left, right))
-        found = Counterexample(claim, x.clone(), None if y is None else y.clone(), factor, index, *sides)
-        if self.worst is None or _severity(found) > _severity(self.worst):
-            self.worst = found
+        relative = excess / size.clamp(min=torch.finfo(size.dtype).tiny)
+        relative = torch.where(excess.isfinite(), relative, 0.0)  # what is not finite tells less
+        relative = torch.where(broken, relative, -1.0)
+        index, amount = int(relative.argmax()), float(relative.max())
+        if amount > self.worst_amount:
+            sides = {"left": float(left.flatten()[index]), "right": float(right.flatten()[index])}
+            self.worst, self.worst_amount = Counterexample(claim=claim, index=index, **sides, **where), amount
 
     def verdict(self) -> Verdict:
         return Verdict(self.name, self.worst is None, self.tested, self.worst)
-
-
-def _severity(found: Counterexample) -> float:
-    """The amount; 0 where a side is not finite, which tells less."""
-    return found.amount if math.isfinite(found.amount) else 0.0

@@ -54,7 +54,7 @@ def told_by(run: Any) -> tuple[ResolvedConfig, ImageShape, Preprocessing]:
     return config, (channels, height, width), preprocessing
 
 
-def describe_training(folder: Path, told: dict[str, Any], which: Which) -> TrainingFacts:
+def describe_training(folder: Path, told: Any, which: Which) -> TrainingFacts:
     """What a run folder, whose ``config.json`` is ``told``, records of the training of its network."""
     config, image_shape, _ = told_by(told)
     row = find_row(config.row, config.data, image_shape[0])

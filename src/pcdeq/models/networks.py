@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.network import know_container
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Solver, SolvingLayer
+from pcdeq.solvers.solver import require_solver
 
 if TYPE_CHECKING:
     from pcdeq.models.facts import TrainingFacts
@@ -33,13 +34,6 @@ if TYPE_CHECKING:
 
 Widths = tuple[int, ...]  # of the equilibrium layers
 Named = dict[str, nn.Module]  # layers in line, by name
-
-
-class SolverOptions(TypedDict, total=False):
-    """Keywords that every layer takes which solves something."""
-
-    solver: Solver | None
-    adjoint_solver: Solver | None
 
 
 class LayerOptions(TypedDict, total=False):
@@ -95,12 +89,19 @@ def _by_channel(numbers: tuple[float, ...]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
 
 
-def solver_options(kind: str, options: LayerOptions) -> SolverOptions:
-    """The options, if they are about solvers only; else a `UsageError` that says what ``kind`` does not take."""
-    unknown = sorted(options.keys() - SolverOptions.__annotations__.keys())
-    if unknown:
-        raise UsageError(f"{kind} takes no {', '.join(unknown)}; only {', '.join(SolverOptions.__annotations__)}")
-    return cast(SolverOptions, options)
+def both_solvers(kind: str, options: Mapping[str, object], default: Solver | None) -> tuple[Any, Any]:
+    """The solvers of both directions for a layer of this ``kind``, which takes no other options.
+
+    Backward is like forward, unless it is given.
+    """
+    if unknown := sorted(options.keys() - {"solver", "adjoint_solver"}):
+        raise UsageError(f"{kind} takes no {', '.join(unknown)}; only solver, adjoint_solver")
+    solver = options.get("solver") or default
+    adjoint_solver = options.get("adjoint_solver") or solver
+    for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+        if given is not None:
+            require_solver(given, name)
+    return solver, adjoint_solver
 
 
 class Network(nn.Sequential):

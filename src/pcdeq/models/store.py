@@ -102,7 +102,7 @@ def load(source: str | os.PathLike[str], checkpoint: Which = "last") -> Network:
         raise UsageError(f"checkpoint must be 'last' or 'best', got {checkpoint!r}")
     folder = Path(source)
     config = folder / CONFIG
-    told: Any = read_json(config) if config.is_file() else None
+    told = read_json(config) if config.is_file() else None
     is_run = isinstance(told, dict) and "config" in told
     if is_run:
         path = find_checkpoint(folder, checkpoint) / WEIGHTS

@@ -72,9 +72,6 @@ class Rounded(Protocol):
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Keep torch from multiplying float32 as TF32 on a GPU: ten bits, which no margin for rounding here covers."""
-    if not torch.cuda.is_available():
-        yield
-        return
     switches: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [switch.allow_tf32 for switch in switches]
     try:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from pcdeq.equation import Adjoint
 from pcdeq.errors import UsageError
 from pcdeq.implicit import attach_gradient, no_autocast, solve_adjoint
-from pcdeq.models.networks import MC, SC, L
+from pcdeq.models.networks import MC, SC, L, both_solvers
 from pcdeq.operators import ConvMap, DenseMap, LinearMap
 from pcdeq.solvers import Anderson, Problem, Solution, Solver, SolvingLayer, per_sample, run
-from pcdeq.solvers.solver import require_solver
 
 TensorMap = Callable[[Tensor], Tensor]
 # An adjoint solve that stopped at a larger residual is no better than one step.
@@ -84,19 +83,8 @@ class DEQ(SolvingLayer):
 
     kernel: tuple[int, ...] = ()
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        activation: str = "tanh",
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-    ) -> None:
-        solver = Anderson() if solver is None else solver
-        adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-        require_solver(solver, "solver")
-        require_solver(adjoint_solver, "adjoint_solver")
-        super().__init__(solver, adjoint_solver)
+    def __init__(self, width: int, *, activation: str = "tanh", **options: Solver | None) -> None:
+        super().__init__(*both_solvers("a DEQ", options, Anderson()))
         self.weight = FreeWeight(width, self.kernel)
         self.name = activation
         self.activation = free_activation(activation)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pcdeq.errors import UsageError
 from pcdeq.models.baselines.deq import FreeWeight, bind, free_activation
-from pcdeq.models.networks import MC, SC, L
+from pcdeq.models.networks import MC, SC, L, both_solvers
 from pcdeq.solvers import Solver
 
 
@@ -23,15 +23,8 @@ class Explicit(nn.Module):
 
     kernel: tuple[int, ...] = ()
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        activation: str = "tanh",
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-    ) -> None:
-        if solver is not None or adjoint_solver is not None:
+    def __init__(self, width: int, *, activation: str = "tanh", **options: Solver | None) -> None:
+        if any(both_solvers("an explicit layer", options, None)):
             raise UsageError("an explicit layer solves nothing: leave the solver at its default")
         super().__init__()
         self.weight = FreeWeight(width, self.kernel)

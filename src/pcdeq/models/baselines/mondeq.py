@@ -10,6 +10,7 @@ widths give the published numbers of parameters (but for SC on MNIST).
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,10 @@ from torch import Tensor, nn
 from pcdeq.errors import UsageError
 from pcdeq.implicit import attach_gradient, no_autocast
 from pcdeq.models.baselines.monotone import ConvMonotone, DenseMonotone, Monotone, TieredMonotone
-from pcdeq.models.baselines.splitting import LARGEST_ALPHA, Method, Splitting, checked, search_alpha
-from pcdeq.models.networks import LayerOptions, Named, Network, Widths, head, solver_options
+from pcdeq.models.baselines.splitting import LARGEST_ALPHA, METHODS, Splitting, search_alpha
+from pcdeq.models.networks import LayerOptions, Named, Network, Widths, both_solvers, head
 from pcdeq.recipes import ImageShape
-from pcdeq.solvers import Picard, Solver, SolvingLayer
-from pcdeq.solvers.solver import require_solver
+from pcdeq.solvers import Picard, SolvingLayer
 
 TUNE_EVERY = 200  # training passes between two searches for the step size...
 TUNE_EARLY = (8, 16, 32, 64, 128)  # ...and passes before that: W grows fastest at the beginning
@@ -55,16 +55,17 @@ class MonDEQ(SolvingLayer):
         splitting: str = "peaceman-rachford",
         alpha: float = LARGEST_ALPHA,
         damping: float = 0.0,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        solver = Picard() if solver is None else solver
-        adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-        require_solver(solver, "solver")
-        require_solver(adjoint_solver, "adjoint_solver")
-        super().__init__(solver, adjoint_solver)
+        super().__init__(*both_solvers("monDEQ", options, Picard()))
+        if splitting not in METHODS:
+            raise UsageError(f"unknown splitting {splitting!r}; known: {', '.join(METHODS)}")
+        if not 0 < alpha < float("inf"):
+            raise UsageError(f"alpha must be positive and finite, got {alpha}")
+        if not 0 <= damping < 1:
+            raise UsageError(f"damping must be at least 0 and below 1, got {damping}")
         self.operator = operator
-        self.method: Method = checked(splitting, alpha, damping)
+        self.method = splitting
         self.damping = damping
         self.register_buffer("alpha", torch.tensor(float(alpha)))
         self.register_buffer("passes", torch.tensor(0))  # in training: when to search again, also after a resume
@@ -123,7 +124,7 @@ class MonDEQL(Network):
         return {
             "flatten": nn.Flatten(),
             "lift": nn.Linear(math.prod(image_shape), width),
-            "deq": MonDEQ(DenseMonotone(width), **solver_options("monDEQ", options)),
+            "deq": MonDEQ(DenseMonotone(width), **options),
             "classifier": nn.Linear(width, num_classes),
         }
 
@@ -143,7 +144,7 @@ class MonDEQSC(Network):
         size = (image_shape[1] + 2, image_shape[2] + 2)
         return {
             "lift": nn.Conv2d(image_shape[0], width, 3, padding=2),  # a border of 1
-            "deq": MonDEQ(ConvMonotone(width, size, border=1), **solver_options("monDEQ", options)),
+            "deq": MonDEQ(ConvMonotone(width, size, border=1), **options),
             **head(width, image_shape, size, 4, num_classes),
         }
 
@@ -168,7 +169,7 @@ class MonDEQMT(Network):
         operator = TieredMonotone(channels, size, border=TIER_BORDER)
         return {
             "lift": nn.Conv2d(image_shape[0], channels[0], 3, padding=1 + TIER_BORDER),
-            "deq": MonDEQ(operator, **solver_options("monDEQ", options)),
+            "deq": MonDEQ(operator, **options),
             "flatten": nn.Flatten(),
             "classifier": nn.Linear(math.prod(operator.shapes[-1]), num_classes),
         }

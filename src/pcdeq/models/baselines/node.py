@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from pcdeq.errors import ConvergenceError, UsageError
 from pcdeq.implicit import no_autocast
-from pcdeq.models.networks import LayerOptions, Named, Network, Widths, solver_options
+from pcdeq.models.networks import LayerOptions, Named, Network, Widths, both_solvers
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Outcome, Solver, SolveStats, SolvingLayer
 
@@ -69,20 +69,11 @@ class ODEBlock(SolvingLayer):
     (torch.Size([2, 3, 8, 8]), True)
     """
 
-    def __init__(
-        self,
-        channels: int,
-        filters: int,
-        extra: int = 0,
-        *,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-    ) -> None:
-        solver = Dopri5() if solver is None else solver
-        adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-        if not isinstance(solver, Dopri5) or not isinstance(adjoint_solver, Dopri5):
+    def __init__(self, channels: int, filters: int, extra: int = 0, **options: Unpack[LayerOptions]) -> None:
+        solvers = both_solvers("an ODE", options, Dopri5())
+        if not all(isinstance(solver, Dopri5) for solver in solvers):
             raise UsageError("an ODE is integrated by dopri5: leave the solver at its default; tol can be chosen")
-        super().__init__(solver, adjoint_solver)
+        super().__init__(*solvers)
         self.extra = extra
         self.field = VectorField(channels + extra, filters)
 
@@ -153,7 +144,7 @@ class NODE(Network):
     @classmethod
     def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
         filters, extra = (*channels, 0)[:2]
-        block = ODEBlock(image_shape[0], filters, extra, **solver_options("an ODE", options))
+        block = ODEBlock(image_shape[0], filters, extra, **options)
         features = (image_shape[0] + extra) * math.prod(image_shape[1:])
         return {"ode": block, "flatten": nn.Flatten(), "classifier": nn.Linear(features, num_classes)}
 

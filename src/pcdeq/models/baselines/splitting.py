@@ -20,16 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from pcdeq.errors import UsageError
 from pcdeq.models.baselines.monotone import Monotone, Resolvent
 from pcdeq.solvers import Problem, Solution, Solver, run
 
-Method = Literal["peaceman-rachford", "forward-backward"]
+METHODS = ("peaceman-rachford", "forward-backward")
 TensorMap = Callable[[Tensor], Tensor]
 LARGEST_ALPHA = 1.0
 SMALLEST_ALPHA = 2.0**-10
@@ -46,7 +44,7 @@ class Splitting:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, operator: Monotone, method: Method, alpha: float, example: Tensor, damping: float = 0.0) -> Splitting:
+    def of(cls, operator: Monotone, method: str, alpha: float, example: Tensor, damping: float = 0.0) -> Splitting:
         """Prepare a method; forward-backward finds its α from ‖I - W‖, for states like the ``example``."""
         if method == "forward-backward":
             return cls(operator, operator.m / operator.lipschitz(example[:1]) ** 2, None)
@@ -99,14 +97,3 @@ def search_alpha(steps: Callable[[float], int | None], present: float) -> float:
             break
         alpha /= 2
     return best
-
-
-def checked(method: str, alpha: float, damping: float) -> Method:
-    """The method, or a `UsageError` that says what is wrong."""
-    if method not in get_args(Method):
-        raise UsageError(f"unknown splitting {method!r}; known: {', '.join(get_args(Method))}")
-    if not 0 < alpha < float("inf"):
-        raise UsageError(f"alpha must be positive and finite, got {alpha}")
-    if not 0 <= damping < 1:
-        raise UsageError(f"damping must be at least 0 and below 1, got {damping}")
-    return method  # pyright: ignore[reportReturnType]

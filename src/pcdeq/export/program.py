@@ -182,25 +182,13 @@ def to_onnx(plan: Plan, metadata: dict[str, str]) -> bytes:
     traced = trace(plan.graph)
     with _exporting():
         options: dict[str, Any] = {"opset_version": OPSET, "dynamo": True, "verbose": False}
-        program = torch.onnx.export(traced, input_names=["pixels"], output_names=names, **options)
+        options |= {"input_names": ["pixels"], "output_names": names, "dynamic_shapes": ({0: "n"},)}
+        program = torch.onnx.export(traced, **options)
     assert program is not None
     _tidy(program.model)
     program.model.metadata_props.update(metadata)
     program.model.producer_name, program.model.producer_version = "pcdeq", __version__
-    proto = program.model_proto
-    _name_batch(proto.graph, proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param)
-    return proto.SerializeToString()
-
-
-def _name_batch(graph: Any, old: str) -> None:
-    """Call the number of samples n, as it was traced, and not what the exporter made of that."""
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param == old:
-                dim.dim_param = "n"
-    for node in graph.node:
-        for attribute in node.attribute:
-            _name_batch(attribute.g, old)
+    return program.model_proto.SerializeToString()
 
 
 def _tidy(model: Any) -> None:
@@ -208,9 +196,7 @@ def _tidy(model: Any) -> None:
     passes = importlib.import_module("onnx_ir.passes.common")
     passes.DeduplicateInitializersPass(size_limit=1 << 30)(model)
     passes.ClearMetadataAndDocStringPass()(model)
-    for name, value in list(model.graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():
-            del model.graph.initializers[name]  # onnxruntime would warn of each
+    passes.RemoveUnusedNodesPass()(model)  # onnxruntime would warn of each number
 
 
 def to_torch_export(plan: Plan, metadata: dict[str, str]) -> bytes:

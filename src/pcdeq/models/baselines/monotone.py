@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -178,13 +179,14 @@ class ConvMonotone(Monotone):
         return rest if self.m == 1 else (1 - self.m) * z + rest
 
     def resolvent(self, alpha: float) -> Resolvent:
-        shape, weight = (self.channels, *self.size), self.a.direction
-        return inverse_by_fourier(lambda z: (1 + alpha) * z - alpha * self.product(z), shape, weight)
+        return fourier_resolvent(self.product, alpha, (self.channels, *self.size), self.a.direction)
 
 
 @torch.no_grad()
-def inverse_by_fourier(forward: Callable[[Tensor], Tensor], shape: Shape, weight: Tensor, grain: int = 1) -> Resolvent:
-    """The inverse of a map of images that commutes with translations by ``grain`` pixels.
+def fourier_resolvent(
+    product: Callable[[Tensor], Tensor], alpha: float, shape: Shape, weight: Tensor, grain: int = 1
+) -> Resolvent:
+    """The resolvent of a map W of images that commutes with translations by ``grain`` pixels.
 
     Such a map is a circular convolution of the images whose pixels are squares of ``grain`` x ``grain`` pixels, known
     by what it answers to an impulse in each of their channels. ``shape`` is that of a fine image, and ``weight`` a
@@ -194,7 +196,8 @@ def inverse_by_fourier(forward: Callable[[Tensor], Tensor], shape: Shape, weight
     wide = shape[0] * grain**2
     impulses = weight.new_zeros(wide, wide, *coarse)
     impulses[range(wide), range(wide), 0, 0] = 1
-    answers = F.pixel_unshuffle(forward(F.pixel_shuffle(impulses, grain)), grain)
+    images = F.pixel_shuffle(impulses, grain)
+    answers = F.pixel_unshuffle((1 + alpha) * images - alpha * product(images), grain)
     matrices = torch.fft.rfft2(answers).flatten(2).permute(2, 1, 0)  # (frequencies, outputs, inputs)
     inverse = torch.linalg.inv(matrices)
 
@@ -274,11 +277,7 @@ class TieredMonotone(Monotone):
         blocks = []
         for tier, shape in enumerate(self.shapes):
             grain = 1 if tier == len(self.down) else 2
-
-            def block(z: Tensor, tier: int = tier) -> Tensor:
-                return (1 + alpha) * z - alpha * self._within(tier, z)
-
-            blocks.append(inverse_by_fourier(block, shape, self.biases[0], grain))
+            blocks.append(fourier_resolvent(partial(self._within, tier), alpha, shape, self.biases[0], grain))
 
         def substitute(u: Tensor, transposed: bool = False) -> Tensor:
             states, order = self.split(u), range(len(blocks))

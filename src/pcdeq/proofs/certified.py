@@ -123,32 +123,25 @@ def solve_until(question: Question, solver: Solver, equation: Equation, guess: T
     """
     if not len(equation.x):
         return Solution.empty(equation.x)
-    value = torch.empty_like(equation.x)
-    steps = torch.zeros(len(value), dtype=torch.int64, device=value.device)
-    residual = torch.full((len(value),), torch.inf, dtype=value.dtype, device=value.device)
-    done = torch.zeros_like(steps, dtype=torch.bool)
-    left = torch.arange(len(value), device=value.device)
     inner = solver.with_options(throw=False, tol=max(COARSEST, solver.tol))
-    problem = equation.problem(guess)
-    while True:
-        part = equation.select(left)
-        solution = run(problem, inner)
-        value[left], steps[left], residual[left] = solution.value, solution.steps, solution.residual
-        done[left] = _answers(question(enclose_near(part, solution.value)), len(left))
-        open_ = ~done[left]
-        used = solution.summary.steps
-        if not bool(open_.any()) or inner.tol <= solver.tol or used >= solver.max_steps:
-            break
+    solution = run(equation.problem(guess), inner)
+    value, steps, residual = solution.value.clone(), solution.steps.clone(), solution.residual.clone()
+    done = _answers(question, equation, value).clone()
+    while not bool(done.all()) and inner.tol > solver.tol and solution.summary.steps < solver.max_steps:
+        left, part = ~done, equation.select(~done)
         inner = inner.with_options(tol=max(inner.tol / 10, solver.tol))
-        problem = part.select(open_).problem().continued(solution.value[open_], used)
-        left = left[open_]
+        solution = run(part.problem().continued(value[left], solution.summary.steps), inner)
+        value[left], steps[left], residual[left] = solution.value, solution.steps, solution.residual
+        done[left] = _answers(question, part, solution.value)
     return _with_proofs(Solution.of(value, steps, residual, done), solution.outcome)
 
 
-def _answers(answers: Tensor, samples: int) -> Tensor:
-    if tuple(answers.shape) != (samples,) or answers.dtype != torch.bool:
+def _answers(question: Question, equation: Equation, z: Tensor) -> Tensor:
+    """For which samples bounds around a point settle the question."""
+    answers = question(enclose_near(equation, z))
+    if answers.shape != z.shape[:1] or answers.dtype != torch.bool:
         raise UsageError(
-            f"a question must be answered by one truth value a sample, shape ({samples},), not {answers.dtype} of "
+            f"a question must be answered by one truth value a sample, shape ({len(z)},), not {answers.dtype} of "
             f"shape {tuple(answers.shape)}"
         )
     return answers

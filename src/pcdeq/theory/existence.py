@@ -62,16 +62,9 @@ def has_fixed_point(fn: Map, like: Like, *, asymptotic: Map | Tensor | None = No
     limit = asymptotic_mapping(fn) if asymptotic is None else asymptotic
     radius = spectral_radius(limit, zero)
     direction = torch.ones_like(zero) if radius.vector is None else radius.vector.to(zero).reshape(zero.shape)
-    witness = _point_above(fn, direction) if radius.lower < 1 else None
+    # The first multiple of the direction with u >= fn(u); for a scalable map all larger ones have it too.
+    points = (2.0**power * direction for power in range(0, 240, 4)) if radius.lower < 1 else ()
+    witness = next((point for point in points if bool(is_upper(fn, point).all())), None)
     if witness is not None or radius.upper < 1:
         return Existence("exists", radius, witness)
     return Existence("does not exist" if radius.lower >= 1 else "undecided", radius, None)
-
-
-def _point_above(fn: Map, direction: Tensor) -> Tensor | None:
-    """The first multiple u of a direction with u >= fn(u); for a scalable map all larger ones have it too."""
-    for power in range(0, 240, 4):
-        point = 2.0**power * direction
-        if bool(is_upper(fn, point).all()):
-            return point
-    return None

@@ -18,7 +18,7 @@ from pcdeq.errors import UsageError
 from pcdeq.implicit import attach_gradient, no_autocast, solve_adjoint
 from pcdeq.models.networks import MC, SC, L, both_solvers
 from pcdeq.operators import ConvMap, DenseMap, LinearMap
-from pcdeq.solvers import Anderson, Problem, Solution, Solver, SolvingLayer, per_sample, run
+from pcdeq.solvers import Anderson, Problem, Solver, SolvingLayer, per_sample, run
 
 TensorMap = Callable[[Tensor], Tensor]
 # An adjoint solve that stopped at a larger residual is no better than one step.
@@ -92,8 +92,10 @@ class DEQ(SolvingLayer):
     def forward(self, x: Tensor) -> Tensor:
         with no_autocast(x.device.type):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            weight = self.weight()
-            solution = self._equilibrium(bind(weight.detach()), x.detach())
+            weight, s = self.weight(), self.activation
+            with torch.no_grad():
+                linear = bind(weight)
+                solution = run(Problem(lambda z: s.value(linear.apply(z) + x), s.value(x), box=s.bounds), self.solver)
             self.record_forward(solution.stats)
             # A sample without a limit may have left the numbers; its neighbours in the batch must not suffer.
             z = solution.value.nan_to_num(0.0)
@@ -101,11 +103,6 @@ class DEQ(SolvingLayer):
                 return z
             source = bind(weight).apply(z) + x
             return attach_gradient(source, z, lambda grad: self._pull(weight.detach(), z, grad))
-
-    @torch.no_grad()
-    def _equilibrium(self, linear: LinearMap, x: Tensor) -> Solution:
-        s = self.activation
-        return run(Problem(lambda z: s.value(linear.apply(z) + x), s.value(x), box=s.bounds), self.solver)
 
     @torch.no_grad()
     def _pull(self, weight: Tensor, z: Tensor, grad: Tensor) -> Tensor:

@@ -58,8 +58,8 @@ def with_spread(values: list[float]) -> str:
 
 
 def steps(line: Line, epoch: int, direction: str) -> str:
-    values = [step for run in line.runs for step in getattr(run.metrics[epoch - 1], f"{direction}_steps")]
-    return f"{fmean(values):.1f}" if values else "1"
+    mean = line.steps(direction, epoch)
+    return "1" if mean is None else f"{mean:.1f}"
 
 
 def failures(line: Line, epoch: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from pcdeq.recipes import PAPER_DATASETS, Row, TrainConfig, find_row, rows
 from pcdeq.training import EpochMetrics, Run, read_summary
@@ -24,7 +24,7 @@ class Line:
     epochs: int = 0
     solver: str = "default"
     steps_per_epoch: int | None = None
-    changes: tuple[tuple[str, Any], ...] = ()  # settings that are not the row's
+    changes: tuple[str, ...] = ()  # settings that are not the row's, as they are typed
 
     @property
     def last(self) -> list[EpochMetrics]:
@@ -75,9 +75,10 @@ class Line:
         pairs = [(one.certified, one.certified_of) for one in known if one is not None and one.certified is not None]
         return (sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)) if pairs else None
 
-    def steps(self, direction: str) -> float | None:
-        """Mean steps per solve in the last epoch, over layers and runs; ``forward`` or ``backward``."""
-        values = [step for line in self.last for step in getattr(line, f"{direction}_steps")]
+    def steps(self, direction: str, epoch: int | None = None) -> float | None:
+        """Mean steps per solve in an epoch, by default the last, over layers and runs; ``forward`` or ``backward``."""
+        metrics = [run.metrics[(epoch or self.epochs) - 1] for run in self.runs]
+        values = [step for line in metrics for step in getattr(line, f"{direction}_steps")]
         return fmean(values) if values else None
 
     @property
@@ -96,7 +97,7 @@ class Line:
         data = self.data if "/" not in self.data else Path(self.data).name
         if self.changes or self.row.name == "demo":  # `reproduce` trains the paper's rows as they are
             parts = ["pcdeq train", self.row.name, "--data", data, "--seed", str(self.runs[0].config.seed)]
-            parts += [_option(name, value) for name, value in self.changes]
+            parts += self.changes
         else:
             parts = ["pcdeq reproduce", data, "--rows", self.row.name]
             parts += ["--runs", str(len(self.runs))] if self.runs else []
@@ -111,15 +112,16 @@ class Line:
     def cells(self) -> dict[str, str]:
         """The line for people, by column."""
         solver = [] if self.solver == "default" else [f"{self.solver} solver"]
-        title = ", ".join([self.row.title, *solver, *(_option(*change).lstrip("-") for change in self.changes)])
+        title = ", ".join([self.row.title, *solver, *(change.lstrip("-") for change in self.changes)])
         ours, proved = self.accuracy, self.certified
+        each = "" if self.steps_per_epoch is None else f" of {self.steps_per_epoch} steps each,"
         return {
             "row": title,
             "paper %": _number(self.published, ".1f"),
             "ours %": "" if ours is None else f"{ours:.2f}" + (f" ± {self.deviation:.2f}" if self.deviation else ""),
             "difference": _number(self.difference, "+.2f"),
             "runs": str(len(self.runs) or ""),
-            "epochs": self._length() if self.runs else "",
+            "epochs": f"{self.epochs}{each} of {self.row.epochs}" if self.runs else "",
             "parameters": _number(self.parameters, ",d") or self.row.params,
             "forward": _number(self.steps("forward"), ".1f"),
             "backward": _number(self.steps("backward"), ".1f"),
@@ -129,23 +131,24 @@ class Line:
             "command": self.command,
         }
 
-    def _length(self) -> str:
-        if self.steps_per_epoch is not None:
-            return f"{self.epochs} of {self.steps_per_epoch} steps each, of {self.row.epochs}"
-        return f"{self.epochs} of {self.row.epochs}"
+    @property
+    def rank(self) -> tuple[str, bool, str, bool, int]:
+        """Of the lines of a row, as it is first, then the usual solver, and the longest training."""
+        cut_short = self.steps_per_epoch is not None
+        return " ".join(self.changes), self.solver != "default", self.solver, cut_short, -self.epochs
 
 
 def _option(name: str, value: Any) -> str:
     """A setting as it is typed.
 
-    >>> _option("channels", (3, 4)), _option("augment", False), _option("weight_decay", 0.1)
-    ('--channels 3 4', '--no-augment', '--weight-decay 0.1')
+    >>> _option("channels", (3, 4)), _option("augment", False), _option("optimizer_options", {"momentum": 0.9})
+    ('--channels 3 4', '--no-augment', '--optimizer-options momentum 0.9')
     """
     name = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
-    if isinstance(value, tuple) and value and isinstance(value[0], tuple):  # a dictionary's items
-        value = tuple(part for pair in value for part in pair)
+    if isinstance(value, dict):
+        value = tuple(part for pair in value.items() for part in pair)
     return " ".join([f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))])
 
 
@@ -159,66 +162,39 @@ def collect(runs: Iterable[Run], datasets: Sequence[str] = ()) -> dict[str, list
     Args:
         datasets: show the paper's rows of these even if there are no runs.
     """
-    groups: dict[_Kind, list[Run]] = {}
+    alike: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         config = run.config
         if not run.metrics:
             continue
-        kind = _Kind(config.data, config.row, config.solver, len(run.metrics), config.steps_per_epoch, _changes(run))
-        group = groups.setdefault(kind, [])
+        kind = (config.data, config.row, len(run.metrics), config.solver, config.steps_per_epoch, _changes(run))
+        group = alike.setdefault(kind, [])
         if config.seed not in [other.config.seed for other in group]:  # a repetition is not another run
             group.append(run)
-    found = dict.fromkeys([*(kind.data for kind in groups), *datasets])
-    return {data: _lines(data, groups) for data in sorted(found, key=_paper_order)}
+    found: dict[str, list[Line]] = {data: [] for data in datasets}
+    for (data, name, *training), group in alike.items():
+        row = find_row(name, data, group[0].image_shape[0])
+        found.setdefault(data, []).append(Line(row, data, tuple(group), *training))
+    others = sorted(found.keys() - set(PAPER_DATASETS))
+    return {data: _in_order(data, found[data]) for data in (*PAPER_DATASETS, *others) if data in found}
 
 
-class _Kind(NamedTuple):
-    """What runs of one line have in common."""
-
-    data: str
-    row: str
-    solver: str
-    epochs: int
-    steps_per_epoch: int | None
-    changes: tuple[tuple[str, Any], ...]
-
-    @property
-    def rank(self) -> tuple[str, bool, str, bool, int]:
-        """The row as it is first, then the usual solver, and the longest training."""
-        changes = " ".join(_option(*change) for change in self.changes)
-        return changes, self.solver != "default", self.solver, self.steps_per_epoch is not None, -self.epochs
-
-
-# What may differ between runs that are trained alike, or has a place of its own in `_Kind`.
+# What may differ between runs that are trained alike, or has a place of its own in a `Line`.
 _FREE = {"seed", "deterministic", "solver", "epochs", "steps_per_epoch"}
 
 
-def _changes(run: Run) -> tuple[tuple[str, Any], ...]:
+def _changes(run: Run) -> tuple[str, ...]:
     """The settings of a run that are not its row's."""
     usual = TrainConfig(run.config.row, data=run.config.data).resolve(run.image_shape)
-    found = {name: value for name, value in run.config.changes_from(usual).items() if name not in _FREE}
-    return tuple((name, tuple(value.items()) if isinstance(value, dict) else value) for name, value in found.items())
+    return tuple(_option(*item) for item in run.config.changes_from(usual).items() if item[0] not in _FREE)
 
 
-def _lines(data: str, groups: dict[_Kind, list[Run]]) -> list[Line]:
-    here = {kind: runs for kind, runs in groups.items() if kind.data == data}
-    image_channels = next(iter(here.values()))[0].image_shape[0] if here else None
-    # Of data that are not the paper's, only the rows that were run.
-    names = [row.name for row in rows(data)] if data in PAPER_DATASETS else []
-    names += sorted({kind.row for kind in here} - set(names))
-    lines: list[Line] = []
-    for name in names:
-        row = find_row(name, data, image_channels)
-        kinds = sorted((kind for kind in here if kind.row == name), key=lambda kind: kind.rank)
-        lines += [
-            Line(row, data, tuple(here[kind]), kind.epochs, kind.solver, kind.steps_per_epoch, kind.changes)
-            for kind in kinds
-        ] or [Line(row, data)]
-    return lines
-
-
-def _paper_order(data: str) -> tuple[int, str]:
-    return (PAPER_DATASETS.index(data) if data in PAPER_DATASETS else len(PAPER_DATASETS), data)
+def _in_order(data: str, lines: Sequence[Line]) -> list[Line]:
+    """With the paper's rows that were not run; of data that are not the paper's, there are only the rows that were."""
+    papers = {row.name: row for row in rows(data)} if data in PAPER_DATASETS else {}
+    order = [*papers, *sorted({line.row.name for line in lines} - papers.keys())]
+    idle = [Line(papers[name], data) for name in papers.keys() - {line.row.name for line in lines}]
+    return sorted([*lines, *idle], key=lambda line: (order.index(line.row.name), line.rank))
 
 
 def markdown_table(entries: Sequence[dict[str, str]]) -> str:
@@ -230,7 +206,6 @@ def markdown_table(entries: Sequence[dict[str, str]]) -> str:
     | a | 1.0 |
     """
     columns = list(entries[0])
-    lines = [columns, ["---" if column in TEXT_COLUMNS else "---:" for column in columns]]
-    text = [f"| {' | '.join(columns)} |", f"|{'|'.join(lines[1])}|"]
-    text += [f"| {' | '.join(entry.values())} |" for entry in entries]
-    return "\n".join(text)
+    rule = "|".join("---" if column in TEXT_COLUMNS else "---:" for column in columns)
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *(entry.values() for entry in entries))]
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from made_runs import make_run
 
+from pcdeq.data import load_dataset
+from pcdeq.errors import DataError
 from pcdeq.report.claims import check_claims
 from pcdeq.report.studies import find_subjects, trace
-from pcdeq.report.tables import collect
+from pcdeq.report.tables import Line, collect
 from pcdeq.training import find_runs
 
 
+def lines_in(folder) -> list[Line]:
+    return [line for group in collect(find_runs(folder)).values() for line in group]
+
+
 def verdicts(folder, word: str) -> list[str]:
-    return [claim.verdict for claim in check_claims(find_runs(folder), subjects=[]) if word in claim.statement]
+    return [claim.verdict for claim in check_claims(lines_in(folder), subjects=[]) if word in claim.statement]
 
 
 def test_nothing_is_held_without_runs(tmp_path):
@@ -73,13 +81,19 @@ def subjects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for row in ("pcdeq-1-l-tanh", "pcdeq-2-l-sigmoid"):
         make_run(folder, row, 2)
-    lines = [line for group in collect(find_runs(folder)).values() for line in group]
-    from unittest.mock import patch
-
-    from pcdeq.data import load_dataset
-
     with patch("pcdeq.report.studies.load_dataset", lambda *_, **__: load_dataset("mnist-mini")):
-        return find_subjects(lines)
+        found, reason = find_subjects(lines_in(folder))
+    assert reason is None
+    return found
+
+
+def test_without_data_there_is_a_reason(tmp_path):
+    make_run(tmp_path, "pcdeq-1-l-tanh", 2)
+    with patch("pcdeq.report.studies.load_dataset", side_effect=DataError("no such file")):
+        subjects, reason = find_subjects(lines_in(tmp_path))
+    assert (subjects, reason) == ([], "no such file")
+    (claim,) = (claim for claim in check_claims([], subjects, reason) if claim.statement.startswith("Plain iteration"))
+    assert (claim.verdict, claim.measured) == ("not measured", "no such file")
 
 
 def test_networks_of_the_package_stand_in(subjects):

@@ -134,10 +134,12 @@ class Reproduce:
 
     def _check_claims(self) -> None:
         from pcdeq.report.claims import check_claims
+        from pcdeq.report.studies import find_subjects
+        from pcdeq.report.tables import collect
         from pcdeq.training import find_runs
 
-        claims = check_claims(find_runs(self.runs_dir), data_dir=self.data_dir)
-        for claim in claims:
+        lines = [line for group in collect(find_runs(self.runs_dir)).values() for line in group]
+        for claim in check_claims(lines, *find_subjects(lines, self.data_dir)):
             if self.json:
                 print(json.dumps(claim.cells()))
             else:
@@ -168,6 +170,7 @@ class Report:
         if not self.runs_dir.is_dir():
             raise UsageError(f"there is no folder {self.runs_dir}; `pcdeq reproduce` makes runs")
         folder = self.figures or self.out.parent / "figures"
-        written = write_report(self.runs_dir, self.out, folder, studies=self.studies, data_dir=self.data_dir)
-        print(f"{self.out}: {written.rows} rows with runs, {written.claims} claims")
-        print(f"{folder}: {written.figures} figures")
+        page = write_report(self.runs_dir, self.out, folder, studies=self.studies, data_dir=self.data_dir)
+        ran = sum(bool(line.runs) for lines in page.tables.values() for line in lines)
+        print(f"{self.out}: {ran} rows with runs, {len(page.claims)} claims")
+        print(f"{folder}: {len(page.charts)} figures")

@@ -20,9 +20,12 @@ from pcdeq.files import write_file
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
-COLOURS = {"relu6": ORANGE, "tanh": BLUE, "softsign": GREEN, "sigmoid": PURPLE}
-STYLES = {"relu6": "-", "tanh": "--", "softsign": "-.", "sigmoid": ":"}
-LABELS = {"relu6": "ReLU6", "tanh": "tanh", "softsign": "softsign", "sigmoid": "sigmoid"}
+LOOKS: dict[str, dict[str, Any]] = {  # of the paper's activations, in its order
+    "relu6": {"label": "ReLU6", "color": ORANGE, "linestyle": "-"},
+    "tanh": {"label": "tanh", "color": BLUE, "linestyle": "--"},
+    "softsign": {"label": "softsign", "color": GREEN, "linestyle": "-."},
+    "sigmoid": {"label": "sigmoid", "color": PURPLE, "linestyle": ":"},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +68,11 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     return figure
 
 
-def finish(axes: Axes, xlabel: str, ylabel: str, *, legend: bool = True, integers: bool = True) -> None:
+def finish(axes: Axes, xlabel: str, ylabel: str, *, title: str = "", legend: bool = True) -> None:
     """Labels, a light grid, and no more frame than needed."""
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    if integers:
+    axes.set_title(title, fontsize=9)
+    if axes.get_xscale() == "linear":  # epochs or steps
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(True, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)

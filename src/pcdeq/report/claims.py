@@ -5,25 +5,25 @@ A claim holds, does not hold, or was not measured because there are no runs for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
-from pcdeq.errors import PcdeqError
+from pcdeq.equation import Equation
 from pcdeq.recipes import rows
 from pcdeq.report.curves import families
-from pcdeq.report.studies import Subject, exact, find_subjects, trace
-from pcdeq.report.tables import Line, collect
+from pcdeq.report.studies import Subject, exact, trace
+from pcdeq.report.tables import Line
 from pcdeq.theory.asymptotic import asymptotic_mapping
-from pcdeq.training import Run
 
 SETTLED = 10  # the epoch with which the last one is compared
 GROWTH = 1.10
 EIGHT = 8
+Measure = Callable[[Equation], float | Tensor]  # of the first equilibrium layer of a trained network
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Claim:
     statement: str
     source: str
     measured: str
-    held: bool | None  # None: not measured
+    held: bool | None = None  # None: not measured
 
     @property
     def verdict(self) -> str:
@@ -45,26 +45,11 @@ class Claim:
         return {"claim": self.statement, "where": self.source, "verdict": self.verdict, "measured": self.measured}
 
 
-def check_claims(
-    runs: Iterable[Run],
-    *,
-    subjects: Sequence[Subject] | None = None,
-    data_dir: Path | None = None,
-    reason: str | None = None,
-) -> list[Claim]:
-    """Check every claim against these runs, and against ``subjects`` or the networks of the runs.
-
-    ``reason`` says why there are no subjects.
-    """
+def check_claims(lines: Iterable[Line], subjects: Sequence[Subject], reason: str | None = None) -> list[Claim]:
+    """Check every claim against these runs, and against the networks in ``subjects``; ``reason`` says why none is."""
     # The claims are about pcDEQs as the paper has them; of the baselines only their published figures are compared.
-    lines = [line for group in collect(runs).values() for line in group if line.runs and line.is_usual]
-    lines = [line for line in lines if line.row.family == "pcdeq"]
+    lines = [line for line in lines if line.runs and line.is_usual and line.row.family == "pcdeq"]
     reason = reason or "no trained network at hand"
-    if subjects is None:
-        try:
-            subjects = find_subjects(lines, data_dir)
-        except PcdeqError as error:
-            subjects, reason = [], str(error)
     return [
         *_steps_do_not_grow(lines),
         _sigmoid_below_eight(lines),
@@ -92,31 +77,26 @@ def _steps_do_not_grow(lines: list[Line]) -> list[Claim]:
         ratios, parts = [], []
         for name, line in long.items():
             for direction in ("forward", "backward"):
-                early, late = (
-                    fmean(fmean(getattr(run.metrics[epoch - 1], f"{direction}_steps")) for run in line.runs)
-                    for epoch in (SETTLED, line.epochs)
-                )
+                early, late = (line.steps(direction, epoch) or 0.0 for epoch in (SETTLED, line.epochs))
                 ratios.append(late / early)
                 parts.append(f"{name} {direction} {early:.1f} → {late:.1f}")
         epochs = max(line.epochs for line in long.values())
         text = f"{family.title}, {_rule(next(iter(long.values())))}, epoch {SETTLED} → {epochs}: {', '.join(parts)}"
         claims.append(Claim(statement, "5.3", text, max(ratios) <= GROWTH))
-    return claims or [Claim(statement, "5.3", f"no run is longer than {SETTLED} epochs", None)]
+    return claims or [Claim(statement, "5.3", f"no run is longer than {SETTLED} epochs")]
 
 
 def _sigmoid_below_eight(lines: list[Line]) -> Claim:
     statement = "With sigmoid a forward solve takes fewer than eight steps."
     sigmoid = [line for line in lines if line.row.activation == "sigmoid"]
     if not sigmoid:
-        return Claim(statement, "5.3", "no run with sigmoid", None)
-    most = {
-        f"{line.row.title} on {line.data}, {_rule(line)}": max(
-            max(epoch.forward_steps) for run in line.runs for epoch in run.metrics
-        )
-        for line in sigmoid
-    }
-    text = "largest mean of an epoch: " + "; ".join(f"{name}: {value:.1f}" for name, value in most.items())
-    return Claim(statement, "5.3", text, max(most.values()) < EIGHT)
+        return Claim(statement, "5.3", "no run with sigmoid")
+    most = [max(max(epoch.forward_steps) for run in line.runs for epoch in run.metrics) for line in sigmoid]
+    parts = [
+        f"{line.row.title} on {line.data}, {_rule(line)}: {steps:.1f}"
+        for line, steps in zip(sigmoid, most, strict=True)
+    ]
+    return Claim(statement, "5.3", f"largest mean of an epoch: {'; '.join(parts)}", max(most) < EIGHT)
 
 
 def _lipschitz(lines: list[Line]) -> list[Claim]:
@@ -124,73 +104,64 @@ def _lipschitz(lines: list[Line]) -> list[Claim]:
     below = "With ReLU6 it stays below 1 throughout (L)."
     dense = [line for line in lines if line.row.topology == "l" and line.epochs > SETTLED]
     if not dense:
-        return [Claim(text, "5.4", "no run of an L network is longer than 10 epochs", None) for text in (above, below)]
-    values = {
-        line: [epoch.largest_singular_value[0] for run in line.runs for epoch in run.metrics]
-        for line in dense
-        if line.last[0].largest_singular_value
+        return [Claim(text, "5.4", "no run of an L network is longer than 10 epochs") for text in (above, below)]
+    values = {line: [epoch.largest_singular_value[0] for run in line.runs for epoch in run.metrics] for line in dense}
+    shares = {
+        line: fmean(norm > 1 for norm in norms) for line, norms in values.items() if line.row.activation != "relu6"
     }
-    others = {line: norms for line, norms in values.items() if line.row.activation != "relu6"}
-    relu6 = {line: norms for line, norms in values.items() if line.row.activation == "relu6"}
-    shares = {line: fmean(norm > 1 for norm in norms) for line, norms in others.items()}
-    parts = [
-        f"{line.row.activation} in {100 * share:.0f} % of epochs ({_rule(line)})" for line, share in shares.items()
-    ]
-    largest = max((max(norms) for norms in relu6.values()), default=float("nan"))
+    parts = [f"{line.row.activation} in {100 * part:.0f} % of epochs ({_rule(line)})" for line, part in shares.items()]
     held = all(share > 0.5 for share in shares.values())
+    relu6 = [norm for line, norms in values.items() if line.row.activation == "relu6" for norm in norms]
     return [
         Claim(above, "5.4", ", ".join(parts) or "no run", held if shares else None),
-        Claim(below, "5.4", f"largest {largest:.3f}" if relu6 else "no run", largest < 1 if relu6 else None),
+        Claim(below, "5.4", f"largest {max(relu6):.3f}" if relu6 else "no run", max(relu6) < 1 if relu6 else None),
     ]
 
 
-@torch.no_grad()
 def _unique(subjects: Sequence[Subject], reason: str) -> Claim:
-    statement = "The fixed point is unique, whatever ‖W‖: from everywhere iteration arrives at the same point."
-    if not subjects:
-        return Claim(statement, "4, 5.4", reason, None)
-    apart, parts = 0.0, []
-    for subject in subjects:
-        equation = subject.equation()
+    def distance(equation: Equation) -> Tensor:
         low, high = exact(equation), torch.full_like(equation.x, equation.activation.supremum)
         for _ in range(2_000):
             high = equation(high)
-        distance = float((high - low).abs().max() / low.abs().max())
-        apart = max(apart, distance)
-        parts.append(f"{subject.activation} {distance:.0e}")
-    text = f"{subjects[0].title}: from 0 and from the top of the cone, relative distance {', '.join(parts)}"
-    return Claim(statement, "4, 5.4", text, apart < 1e-10)
+        return (high - low).abs().max() / low.abs().max()
+
+    statement = "The fixed point is unique, whatever ‖W‖: from everywhere iteration arrives at the same point."
+    title = " ".join({subject.title for subject in subjects})  # they share it
+    text = f"{title}: from 0 and from the top of the cone, relative distance"
+    return _measured(Claim(statement, "4, 5.4", text), distance, ".0e", 1e-10, subjects, reason)
 
 
-@torch.no_grad()
 def _asymptotic(subjects: Sequence[Subject], reason: str) -> Claim:
+    def size(equation: Equation) -> Tensor:
+        one = equation.select(torch.arange(1))
+        return asymptotic_mapping(one)(torch.ones_like(one.x)).abs().max()  # numerically, not in closed form
+
     statement = (
         "The asymptotic mapping of a pcDEQ layer is zero, hence its spectral radius, hence a fixed point exists."
     )
-    if not subjects:
-        return Claim(statement, "4", reason, None)
-    parts, largest = [], 0.0
-    for subject in subjects:
-        equation = subject.equation().select(torch.arange(1))
-        point = torch.ones_like(equation.x)
-        limit = asymptotic_mapping(lambda z, equation=equation: equation(z))(point)  # numerically, not in closed form
-        largest = max(largest, float(limit.abs().max()))
-        parts.append(f"{subject.activation} {float(limit.abs().max()):.0e}")
-    return Claim(statement, "4", f"largest component at z = 1: {', '.join(parts)}", largest < 1e-6)
+    return _measured(Claim(statement, "4", "largest component at z = 1:"), size, ".0e", 1e-6, subjects, reason)
 
 
 def _geometric(subjects: Sequence[Subject], reason: str) -> Claim:
-    statement = "Plain iteration converges geometrically."
+    def factor(equation: Equation) -> float:
+        errors = [entry["error"] for entry in trace(equation) if entry["error"] > 1e-11]
+        return max(late / early for early, late in pairwise(errors))
+
+    text = "largest factor between the errors of two steps (Thompson's metric, 128 images):"
+    claim = Claim("Plain iteration converges geometrically.", "3, 4", text)
+    return _measured(claim, factor, ".2f", 1.0, subjects, reason)
+
+
+@torch.no_grad()
+def _measured(
+    claim: Claim, measure: Measure, style: str, limit: float, subjects: Sequence[Subject], reason: str
+) -> Claim:
+    """The claim with a number for each network, the largest of which must be below the limit."""
     if not subjects:
-        return Claim(statement, "3, 4", reason, None)
-    worst, parts = 0.0, []
-    for subject in subjects:
-        errors = [entry["error"] for entry in trace(subject.equation()) if entry["error"] > 1e-11]
-        ratio = max(late / early for early, late in pairwise(errors))
-        worst = max(worst, ratio)
-        parts.append(f"{subject.activation} {ratio:.2f}")
-    text = f"largest factor between the errors of two steps (Thompson's metric, 128 images): {', '.join(parts)}"
-    return Claim(statement, "3, 4", text, worst < 1)
+        return replace(claim, measured=reason)
+    numbers = {subject.activation: float(measure(subject.equation())) for subject in subjects}
+    told = ", ".join(f"{name} {number:{style}}" for name, number in numbers.items())
+    return replace(claim, measured=f"{claim.measured} {told}", held=max(numbers.values()) < limit)
 
 
 def _reproduced(lines: list[Line]) -> list[Claim]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from pcdeq.report.charts import COLOURS, LABELS, STYLES, Chart, finish, new_figure
+from pcdeq.report.charts import LOOKS, Chart, finish, new_figure
 from pcdeq.report.tables import Line
 from pcdeq.training import EpochMetrics
 
@@ -41,7 +41,7 @@ class Family:
 
 
 def families(lines: Iterable[Line]) -> list[Family]:
-    """Sort lines into families; of several lengths of training the longest counts."""
+    """Sort lines into families, each in the order of `LOOKS`; of several lengths of training the longest counts."""
     found: dict[tuple[str, str, str, bool], dict[str, Line]] = {}
     for line in lines:
         row = line.row
@@ -50,20 +50,14 @@ def families(lines: Iterable[Line]) -> list[Family]:
         family = found.setdefault((line.data, row.topology, line.solver, row.augment), {})
         if row.activation not in family or family[row.activation].epochs < line.epochs:
             family[row.activation] = line
-    return [Family(*key, lines=found[key]) for key in found]
+    return [Family(*key, {name: of[name] for name in LOOKS if name in of}) for key, of in found.items()]
 
 
 def draw_families(lines: Iterable[Line]) -> list[Chart]:
     """All figures of the paper for which there are runs of at least two epochs."""
     charts: list[Chart] = []
     for family in families(lines):
-        family = Family(
-            family.data,
-            family.topology,
-            family.solver,
-            family.augmented,
-            {name: family.lines[name] for name in COLOURS if name in family.lines and family.lines[name].epochs > 1},
-        )
+        family = replace(family, lines={name: line for name, line in family.lines.items() if line.epochs > 1})
         if not family.lines:
             continue
         charts.append(_draw(family, "accuracy", "test accuracy, %", lambda epoch: epoch.test_accuracy))
@@ -72,16 +66,13 @@ def draw_families(lines: Iterable[Line]) -> list[Chart]:
             if family.topology == "mc":
                 charts.append(_draw_layers(family, direction))
         if family.topology == "l":
-            charts.append(_draw_singular_values(family))
+            label = "largest singular value of W"
+            charts.append(_draw(family, "singular-value", label, lambda epoch: epoch.largest_singular_value[0]))
     return charts
 
 
-def _mean_steps(direction: str, layer: int | None = None) -> Quantity:
-    def quantity(epoch: EpochMetrics) -> float:
-        steps = getattr(epoch, f"{direction}_steps")
-        return fmean(steps) if layer is None else steps[layer]
-
-    return quantity
+def _mean_steps(direction: str, layers: slice = slice(None)) -> Quantity:
+    return lambda epoch: fmean(getattr(epoch, f"{direction}_steps")[layers])
 
 
 def _caption(family: Family, what: str) -> str:
@@ -94,31 +85,32 @@ def _draw(family: Family, kind: str, label: str, quantity: Quantity) -> Chart:
     figure = new_figure(6.0, 3.8, family.title)
     axes = figure.subplots()
     data = _plot(axes, family, quantity)
+    if kind == "singular-value":
+        axes.axhline(1, color="0.3", linewidth=1)
+        note = {"fontsize": 7, "color": "0.3", "ha": "right", "va": "top"}
+        axes.text(1, 0.99, "above 1 Banach's theorem says nothing", transform=axes.get_yaxis_transform(), **note)
     if kind == "accuracy":
         _zoom(axes, data)
     else:
         axes.set_ylim(bottom=0)
     finish(axes, "epoch", label)
-    return Chart(f"{kind}-{family.name}", _caption(family, label.split(",")[0].capitalize()), figure, data)
+    what = label[0].upper() + label[1:].split(",")[0]
+    return Chart(f"{kind}-{family.name}", _caption(family, what), figure, data)
 
 
 def _plot(axes: Axes, family: Family, quantity: Quantity) -> list[dict[str, Any]]:
     """A line and a band per activation; returns what was drawn."""
     drawn: list[dict[str, Any]] = []
     for activation, line in family.lines.items():
-        epochs = range(1, line.epochs + 1)
-        values = [[quantity(run.metrics[epoch - 1]) for run in line.runs] for epoch in epochs]
-        means = [fmean(value) for value in values]
-        lows, highs = [min(value) for value in values], [max(value) for value in values]
-        colour, style = COLOURS[activation], STYLES[activation]
-        marker = "o" if line.epochs <= 20 else None
-        axes.plot(
-            epochs, means, color=colour, linestyle=style, label=LABELS[activation], linewidth=1.6, marker=marker, ms=3
-        )
-        axes.fill_between(epochs, lows, highs, color=colour, alpha=0.2, linewidth=0)
-        for epoch, mean, low, high in zip(epochs, means, lows, highs, strict=True):
-            entry = {"activation": activation, "epoch": epoch, "mean": mean, "low": low, "high": high}
-            drawn.append(entry | {"runs": len(line.runs)})
+        entries = []
+        for number, epoch in enumerate(zip(*(run.metrics for run in line.runs), strict=True), start=1):
+            values = [quantity(metrics) for metrics in epoch]
+            entry = {"mean": fmean(values), "low": min(values), "high": max(values), "runs": len(values)}
+            entries.append({"activation": activation, "epoch": number, **entry})
+        epochs, means, lows, highs = ([entry[key] for entry in entries] for key in ("epoch", "mean", "low", "high"))
+        axes.plot(epochs, means, linewidth=1.6, marker="o" if line.epochs <= 20 else None, ms=3, **LOOKS[activation])
+        axes.fill_between(epochs, lows, highs, color=LOOKS[activation]["color"], alpha=0.2, linewidth=0)
+        drawn += entries
     return drawn
 
 
@@ -134,24 +126,12 @@ def _zoom(axes: Axes, data: list[dict[str, Any]]) -> None:
 def _draw_layers(family: Family, direction: str) -> Chart:
     """Beyond the paper, which averages: a panel per layer."""
     figure = new_figure(11.0, 3.6, f"{family.title}: {direction} steps by layer")
-    panels = figure.subplots(1, 3, sharey=True)
     data: list[dict[str, Any]] = []
-    for layer, axes in enumerate(panels):
-        data += [{"layer": layer + 1, **entry} for entry in _plot(axes, family, _mean_steps(direction, layer))]
-        axes.set_title(f"layer {layer + 1}", fontsize=9)
+    for layer, axes in enumerate(figure.subplots(1, 3, sharey=True)):
+        drawn = _plot(axes, family, _mean_steps(direction, slice(layer, layer + 1)))
+        data += [{"layer": layer + 1, **entry} for entry in drawn]
         axes.set_ylim(bottom=0)
-        finish(axes, "epoch", f"{direction} steps per solve" if layer == 0 else "", legend=layer == 2)
+        label = f"{direction} steps per solve" if layer == 0 else ""
+        finish(axes, "epoch", label, title=f"layer {layer + 1}", legend=layer == 2)
     name = f"{direction}-steps-layers-{family.name}"
     return Chart(name, _caption(family, f"{direction.capitalize()} steps by layer"), figure, data)
-
-
-def _draw_singular_values(family: Family) -> Chart:
-    figure = new_figure(6.0, 3.8, family.title)
-    axes = figure.subplots()
-    data = _plot(axes, family, lambda epoch: epoch.largest_singular_value[0])
-    axes.axhline(1, color="0.3", linewidth=1)
-    note = {"fontsize": 7, "color": "0.3", "ha": "right", "va": "top"}
-    axes.text(1, 0.99, "above 1 Banach's theorem says nothing", transform=axes.get_yaxis_transform(), **note)
-    axes.set_ylim(bottom=0)
-    finish(axes, "epoch", "largest singular value of W")
-    return Chart(f"singular-value-{family.name}", _caption(family, "Largest singular value of W"), figure, data)

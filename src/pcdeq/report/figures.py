@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -31,10 +32,8 @@ def draw_run(run: Run) -> list[Path]:
     """
     if not run.metrics:
         return []
-    return [
-        run.write("curves.png", _png(draw_curves(run))),
-        run.write("steps.png", _png(draw_steps(run))),
-    ]
+    figures = {"curves.png": draw_curves(run), "steps.png": draw_steps(run)}
+    return [run.write(name, _png(figure)) for name, figure in figures.items()]
 
 
 def draw_evaluation(run: Run, evaluation: Evaluation, dataset: Dataset) -> Path:
@@ -66,19 +65,18 @@ def draw_certificate(
 def draw_curves(run: Run) -> Figure:
     """Loss and accuracy by epoch, with the paper's accuracy where the run follows a row of it."""
     metrics, config = run.metrics, run.config
-    epochs = [line.epoch for line in metrics]
     figure = new_figure(8.4, 3.4, f"{config.row} on {config.data}, seed {config.seed}")
     loss, accuracy = figure.subplots(1, 2)
-    _line(loss, epochs, [line.loss for line in metrics], "training", BLUE)
-    _line(loss, epochs, [line.test_loss for line in metrics], "test", ORANGE)
+    _line(loss, [line.loss for line in metrics], "training", BLUE)
+    _line(loss, [line.test_loss for line in metrics], "test", ORANGE)
     loss.set(yscale="log")
     loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     loss.yaxis.set_major_formatter("{x:g}")
     loss.yaxis.set_minor_locator(NullLocator())
-    _line(accuracy, epochs, [line.train_accuracy for line in metrics], "training", BLUE)
-    _line(accuracy, epochs, [line.test_accuracy for line in metrics], "test", ORANGE)
+    _line(accuracy, [line.train_accuracy for line in metrics], "training", BLUE)
+    _line(accuracy, [line.test_accuracy for line in metrics], "test", ORANGE)
     if metrics[-1].validation_accuracy is not None:
-        _line(accuracy, epochs, [line.validation_accuracy or 0.0 for line in metrics], "validation", GREEN)
+        _line(accuracy, [line.validation_accuracy or 0.0 for line in metrics], "validation", GREEN)
     row = find_row(config.row, config.data, run.image_shape[0])
     if row.dataset == config.data and row.accuracy is not None:
         accuracy.axhline(row.accuracy, color="0.4", linestyle="--", linewidth=1, label=f"paper {row.accuracy} %")
@@ -90,20 +88,17 @@ def draw_curves(run: Run) -> Figure:
 def draw_steps(run: Run) -> Figure:
     """Mean forward and backward steps by epoch, a line per equilibrium layer, and ‖W‖₂ of dense layers."""
     metrics = run.metrics
-    epochs = [line.epoch for line in metrics]
-    dense = bool(metrics[-1].largest_singular_value)
-    figure = new_figure(12.0 if dense else 8.4, 3.4, f"{run.config.row} on {run.config.data}: steps of the solves")
-    forward, backward, *rest = figure.subplots(1, 3 if dense else 2)
-    panels = [(forward, "forward steps", [line.forward_steps for line in metrics])]
-    panels.append((backward, "backward steps", [line.backward_steps for line in metrics]))
-    if dense:
-        panels.append((rest[0], "largest singular value of W", [line.largest_singular_value for line in metrics]))
-    for axes, title, values in panels:
-        count = len(values[0])
-        for layer, colour in zip(range(count), LAYER_COLOURS, strict=False):
-            _line(axes, epochs, [value[layer] for value in values], f"layer {layer + 1}", colour)
+    panels = {"forward steps": "forward_steps", "backward steps": "backward_steps"}
+    if metrics[-1].largest_singular_value:
+        panels["largest singular value of W"] = "largest_singular_value"
+    title = f"{run.config.row} on {run.config.data}: steps of the solves"
+    figure = new_figure(8.4 if len(panels) == 2 else 12.0, 3.4, title)
+    for axes, (label, name) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        layers = list(zip(*(getattr(line, name) for line in metrics), strict=True))
+        for number, (values, colour) in enumerate(zip(layers, LAYER_COLOURS, strict=False), start=1):
+            _line(axes, values, f"layer {number}", colour)
         axes.set_ylim(bottom=0)
-        finish(axes, "epoch", title, legend=count > 1)
+        finish(axes, "epoch", label, legend=len(layers) > 1)
     return figure
 
 
@@ -150,8 +145,9 @@ def _draw_worst(figure: SubFigure, evaluation: Evaluation, dataset: Dataset) -> 
         axes.set_axis_off()
 
 
-def _line(axes: Axes, epochs: list[int], values: list[float], label: str, colour: str) -> None:
-    marker = "o" if len(epochs) <= 20 else None
+def _line(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
+    """What a run's epochs gave, from the first on."""
+    epochs, marker = range(1, len(values) + 1), "o" if len(values) <= 20 else None
     axes.plot(epochs, values, label=label, color=colour, marker=marker, markersize=3.5, linewidth=1.6)
 
 

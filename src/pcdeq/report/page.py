@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from pcdeq._version import __version__
 from pcdeq.errors import PcdeqError
@@ -18,7 +17,7 @@ from pcdeq.files import write_file
 from pcdeq.report.charts import Chart
 from pcdeq.report.claims import Claim, check_claims
 from pcdeq.report.curves import draw_families
-from pcdeq.report.studies import Subject, draw_studies, find_subjects
+from pcdeq.report.studies import draw_studies, find_subjects
 from pcdeq.report.tables import TEXT_COLUMNS, Line, collect, markdown_table
 from pcdeq.training import Run, find_runs
 
@@ -34,73 +33,54 @@ NOTES = (
 
 
 @dataclass(frozen=True)
-class Written:
-    """How much there was to write."""
-
-    rows: int
-    figures: int
-    claims: int
-
-
-@dataclass(frozen=True)
 class Content:
     """What is on the page, whatever its format."""
 
     tables: dict[str, list[Line]]
     charts: list[Chart]
     claims: list[Claim]
-    environments: list[dict[str, Any]]
+    environments: list[str]
     missing: str | None  # why there are no studies
     source: Path
 
 
 def write_report(
     runs_dir: Path, out: Path, figures: Path, *, studies: bool = True, data_dir: Path | None = None
-) -> Written:
+) -> Content:
     """Write the page to ``out`` and every figure as PNG, SVG and CSV to ``figures``."""
     runs = find_runs(runs_dir)
     if not any(run.metrics for run in runs):
         raise PcdeqError(f"{runs_dir} has no run with a complete epoch; `pcdeq reproduce` makes runs")
-    content = gather(runs, runs_dir, studies=studies, data_dir=data_dir)
-    for chart in content.charts:
-        chart.save(figures)
-    text = as_html(content) if out.suffix == ".html" else as_markdown(content, out, figures)
-    write_file(out, text.encode())
-    ran = sum(bool(line.runs) for lines in content.tables.values() for line in lines)
-    return Written(ran, len(content.charts), len(content.claims))
-
-
-def gather(runs: Sequence[Run], runs_dir: Path, *, studies: bool, data_dir: Path | None) -> Content:
-    """Read, draw and check everything."""
     tables = collect(runs)
     lines = [line for group in tables.values() for line in group]
-    subjects: list[Subject] = []
-    missing = None if studies else "without studies, trained networks are not looked at"
+    subjects, missing = [], "without studies, trained networks are not looked at"
     if studies:
-        try:
-            subjects = find_subjects(lines, data_dir)
-        except PcdeqError as error:  # the data are not here
-            missing = str(error)
-    return Content(
+        subjects, missing = find_subjects(lines, data_dir)
+    content = Content(
         tables=tables,
         charts=[*draw_families(lines), *draw_studies(subjects)],
-        claims=check_claims(runs, subjects=subjects, reason=missing),
+        claims=check_claims(lines, subjects, missing),
         environments=_environments(runs),
         missing=missing,
         source=runs_dir,
     )
+    for chart in content.charts:
+        chart.save(figures)
+    text = as_html(content) if out.suffix == ".html" else as_markdown(content, out, figures)
+    write_file(out, text.encode())
+    return content
 
 
-def _environments(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _environments(runs: Sequence[Run]) -> list[str]:
     """What the runs were made with, each combination once, with how many runs."""
-    counts: Counter[tuple[tuple[str, str], ...]] = Counter()
+    counts: Counter[str] = Counter()
     for run in runs:
         description = run.description
         values = {**description.get("versions", {}), **description.get("machine", {})}
         commit = (description.get("git") or {}).get("commit")
         values["commit"] = commit[:10] if commit else None
-        counts[tuple((key, str(value)) for key, value in values.items() if value is not None)] += 1
-    return [{"runs": str(count), **dict(values)} for values, count in counts.most_common()]
+        counts[", ".join(f"{key} {value}" for key, value in values.items() if value is not None)] += 1
+    return [f"runs {count}, {text}" for text, count in counts.most_common()]
 
 
 def as_markdown(content: Content, out: Path, figures: Path) -> str:
@@ -119,7 +99,7 @@ def as_markdown(content: Content, out: Path, figures: Path) -> str:
         parts.append(f"![{chart.name}]({link}.png)\n\n{chart.caption} ([SVG]({link}.svg), [data]({link}.csv))")
     if content.missing:
         parts.append(f"Figures of trained networks are missing: {content.missing}")
-    parts += ["## Environment", *(_describe(one) for one in content.environments)]
+    parts += ["## Environment", *content.environments]
     return "\n\n".join(parts) + "\n"
 
 
@@ -129,14 +109,15 @@ def as_html(content: Content) -> str:
     style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     sections = [
         *(
-            f'<h2 id="{data}">{html.escape(_heading(data))}</h2>{_line_table(lines)}'
+            f'<h2 id="{data}">{html.escape(_heading(data))}</h2>{_table([line.cells() for line in lines])}'
             for data, lines in content.tables.items()
         ),
-        f'<h2 id="claims">Claims of the paper\'s text</h2>{_claim_table(content.claims)}',
+        '<h2 id="claims">Claims of the paper\'s text</h2>',
+        _table([claim.cells() for claim in content.claims]),
         f'<h2 id="figures">Figures</h2><div class="figures">{"".join(map(_figure, content.charts))}</div>',
         f"<p>Figures of trained networks are missing: {html.escape(content.missing)}</p>" if content.missing else "",
         '<h2 id="environment">Environment</h2>',
-        *(f'<p class="soft">{html.escape(_describe(one))}</p>' for one in content.environments),
+        *(f'<p class="soft">{html.escape(one)}</p>' for one in content.environments),
     ]
     links = [*content.tables, "claims", "figures", "environment"]
     menu = "".join(f'<a href="#{name}">{html.escape(_heading(name))}</a>' for name in links)
@@ -160,24 +141,15 @@ def _heading(name: str) -> str:
     return known.get(name) or (Path(name).name if "/" in name else name.capitalize())
 
 
-def _line_table(lines: Sequence[Line]) -> str:
-    return _table([line.cells() for line in lines], ["" if line.runs else "idle" for line in lines])
-
-
-def _claim_table(claims: Sequence[Claim]) -> str:
-    return _table([claim.cells() for claim in claims], ["" for _ in claims])
-
-
-def _table(entries: Sequence[dict[str, str]], kinds: Sequence[str]) -> str:
-    """With headings to press; ``kinds`` are the classes of the rows."""
-    columns = list(entries[0])
+def _table(entries: Sequence[dict[str, str]]) -> str:
+    """With headings to press; rows that were not run are pale."""
     heads = "".join(
         f'<th scope="col" class="{_class(column)}" aria-sort="none"><button>{column}</button></th>'
-        for column in columns
+        for column in entries[0]
     )
     rows = "".join(
-        f'<tr class="{kind}">{"".join(_cell(name, text) for name, text in entry.items())}</tr>'
-        for entry, kind in zip(entries, kinds, strict=True)
+        f'<tr class="{"" if entry.get("runs", "1") else "idle"}">{"".join(map(_cell, entry, entry.values()))}</tr>'
+        for entry in entries
     )
     table = f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
     return f'<div class="scroll"><table class="sortable">{table}</table></div>'
@@ -208,7 +180,3 @@ def _figure(chart: Chart) -> str:
         f'<figure{wide}><img loading="lazy" alt="{caption}" {size} src="data:image/svg+xml;base64,{picture}">'
         f"<figcaption>{caption}</figcaption></figure>"
     )
-
-
-def _describe(environment: dict[str, str]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in environment.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -62,7 +63,7 @@ class Evaluation:
 
 
 @torch.inference_mode()
-def measure(network: nn.Module, batches: Batches) -> Evaluation:
+def measure(network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
     """Run a network over batches, in evaluation mode, and leave it in the mode it was in."""
     start = time.perf_counter()
     layers = equilibrium_layers(network)

@@ -38,17 +38,9 @@ def run_on_ray(jobs: Sequence[Job], board: Board, *, cpus: int = 1, gpus: float 
         raise UsageError("--on ray needs Ray; in the checkout: pip install -c constraints.txt '.[ray]'")
     if cpus < 1 or gpus < 0:
         raise UsageError(f"cpus must be at least 1 and gpus at least 0, got {cpus} and {gpus}")
-    with contextlib.redirect_stdout(sys.stderr):  # where Ray tells of workers that died
-        _run(jobs, board, cpus, gpus)
-
-
-def _run(jobs: Sequence[Job], board: Board, cpus: int, gpus: float) -> None:
     import ray
 
-    mine = not ray.is_initialized()
-    if mine:
-        _connect()
-    try:
+    with contextlib.redirect_stdout(sys.stderr), _connect():  # where Ray tells of workers that died
         _require_room(ray.cluster_resources(), cpus, gpus)
         task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, retry_exceptions=False)(_work)
         pending = {}
@@ -56,19 +48,15 @@ def _run(jobs: Sequence[Job], board: Board, cpus: int, gpus: float) -> None:
             if job.stage == "done":
                 board.set(job, "done")
             else:
-                pending[task.remote(job.to_json(), cpus)] = job
+                pending[task.remote(job, cpus)] = job
         _watch(pending, board)
-    finally:
-        if mine:
-            ray.shutdown()
 
 
-def _work(text: str, threads: int) -> None:
+def _work(job: Job, threads: int) -> None:
     """What a task does, on whichever machine; it tells how far it is in a small file of the run folder."""
     import torch
 
     torch.set_num_threads(threads)
-    job = Job.from_json(text)
     file = job.folder / PROGRESS
 
     def tell(pulse: Pulse) -> None:
@@ -88,12 +76,13 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _connect() -> None:
+def _connect() -> contextlib.AbstractContextManager[Any]:
+    """The cluster, until the end of the context."""
     import ray
 
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(
+        return ray.init(
             address=address or "local",
             include_dashboard=None if address else False,
             log_to_driver=False,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pcdeq.errors import UsageError
 from pcdeq.recipes import PAPER_DATASETS, TrainConfig, own_rows, paper_dataset, rows
-from pcdeq.training import Run, read_summary
+from pcdeq.training import EpochMetrics, Run, read_summary
 from pcdeq.training.run import RUNS
 
 Stage = Literal["missing", "begun", "trained", "done"]
@@ -25,8 +24,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        assert self.config.out is not None  # plan sets it
-        return self.config.out
+        return cast(Path, self.config.out)  # plan sets it
 
     @property
     def name(self) -> str:
@@ -36,13 +34,17 @@ class Job:
     @property
     def epochs(self) -> int:
         """How many epochs it shall have."""
-        assert self.config.epochs is not None  # plan sets it
-        return self.config.epochs
+        return cast(int, self.config.epochs)  # plan sets it
 
     @property
     def run(self) -> Run | None:
         """What there is of it."""
         return Run.open(self.folder) if (self.folder / "config.json").is_file() else None
+
+    @property
+    def metrics(self) -> list[EpochMetrics]:
+        """Of the epochs that it has."""
+        return [] if self.run is None else self.run.metrics
 
     @property
     def stage(self) -> Stage:
@@ -66,15 +68,6 @@ class Job:
                     f"{self.folder} was trained with {name} = {theirs}, not {getattr(wanted, name)}: choose another "
                     "--runs-dir, or move that folder away"
                 )
-
-    def to_json(self) -> str:
-        """For a task on another machine."""
-        return json.dumps(self.config.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        """The inverse."""
-        return cls(TrainConfig.from_dict(json.loads(text)))
 
 
 def plan(
@@ -117,18 +110,13 @@ def plan(
     ]
     if not chosen:
         raise UsageError(f"no row of {', '.join(datasets)} matches {pattern!r}; see `pcdeq list`")
-    configs = (
-        TrainConfig(row.name, data=data, seed=seed, epochs=row.epochs if epochs is None else epochs, **settings)
-        for seed in range(runs)
-        for row, data in chosen
-    )
-    jobs = [Job(replace(config, out=runs_dir.expanduser().resolve() / _folder_name(config))) for config in configs]
-    for job in jobs:
-        job.require_same()
+    jobs = []
+    for seed in range(runs):
+        for row, data in chosen:
+            wanted = row.epochs if epochs is None else epochs
+            config = TrainConfig(row.name, data=data, seed=seed, epochs=wanted, **settings)
+            solver = "" if config.solver == "default" else f"-{config.solver}"  # else as `pcdeq train` names it
+            folder = runs_dir.expanduser().resolve() / f"{row.name}-{Path(data).stem}{solver}-seed{seed}"
+            jobs.append(Job(replace(config, out=folder)))
+            jobs[-1].require_same()
     return jobs
-
-
-def _folder_name(config: TrainConfig) -> str:
-    """As `pcdeq train` names it, with the solver where it is not the usual one."""
-    solver = "" if config.solver == "default" else f"-{config.solver}"
-    return f"{config.row}-{Path(config.data).stem}{solver}-seed{config.seed}"

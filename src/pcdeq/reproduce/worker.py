@@ -29,9 +29,7 @@ def work(job: Job, tell: Callable[[Pulse], None] = lambda pulse: None) -> None:
         if job.run is None:
             train(config, progress=display)
         else:
-            job.require_same()
-            epochs, device, data_dir = job.epochs, config.device, config.data_dir
-            resume(job.folder, epochs=epochs, device=device, data_dir=data_dir, progress=display)
+            resume(job.folder, epochs=job.epochs, device=config.device, data_dir=config.data_dir, progress=display)
     if job.stage == "trained":
         assert job.run is not None
         summarise(job.run)

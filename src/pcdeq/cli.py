@@ -13,9 +13,10 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any, NoReturn, Union
+from typing import NoReturn
 
 import tyro
+import tyro.extras
 
 from pcdeq._version import __version__
 from pcdeq.commands import COMMANDS, Command
@@ -79,21 +80,15 @@ def leave(code: int) -> NoReturn:
 def parse(arguments: Sequence[str]) -> Command:
     """The command that the arguments spell, or a `UsageError` that says in one line what is wrong."""
     names = {kind.__name__.lower(): kind for kind in COMMANDS}
-    named = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in names.items()]
-    choices: Any = Union[tuple(named)]  # noqa: UP007 (made at run time)
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            return tyro.cli(
-                choices,
+            return tyro.extras.subcommand_cli_from_dict(
+                names,
                 prog="pcdeq",
                 description=DESCRIPTION,
                 args=list(arguments) or ["--help"],
-                config=(
-                    tyro.conf.OmitArgPrefixes,
-                    tyro.conf.OmitSubcommandPrefixes,
-                    tyro.conf.DisallowNone,
-                ),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.DisallowNone),
             )
     except SystemExit as stop:
         if not stop.code:

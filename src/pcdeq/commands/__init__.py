@@ -19,9 +19,7 @@ from pcdeq.commands.training import Evaluate, Predict, Train
 
 __all__ = ["COMMANDS", "Command", "Train"]
 
-COMMANDS: tuple[type[Command], ...] = (
-    *(Train, Evaluate, Certify, Check, Predict, Export, Reproduce, Report, List, Data),
-)
+COMMANDS: tuple[type[Command], ...] = (Train, Evaluate, Certify, Check, Predict, Export, Reproduce, Report, List, Data)
 
 # Where None means "as the text says", tyro would add "(default: None)".
 for _command in COMMANDS:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from pcdeq.commands.shared import Flag, RunFolder, Which, saying
+from pcdeq.commands.shared import Checkpoint, DataDir, Json, RunFolder, dataset_of, saying, show
 from pcdeq.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pcdeq.export import Agreement, Plan
     from pcdeq.models import Network
     from pcdeq.training import Run
 
@@ -33,7 +31,6 @@ class Export:
     """
 
     folder: RunFolder
-    """Run folder, as `pcdeq list runs` shows it."""
     to: Literal["onnx", "torch-export", "hub"] = "onnx"
     """onnx: for onnxruntime; torch-export: for torch.export.load; hub: a folder for from_pretrained, with a card."""
     form: Literal["fixed", "loop"] = "fixed"
@@ -54,12 +51,9 @@ class Export:
     """File to write, or folder for the Hub. (default: model.onnx, model-loop.onnx, model.pt2, hub in the run)"""
     push_to: str | None = None
     """Upload to this repository on the Hub too, such as me/digits; with --to hub."""
-    checkpoint: Which = "last"
-    """last, or best, which exists if there was a validation split."""
-    data_dir: Path | None = None
-    """Where data sets are kept. (default: as in training)"""
-    json: Flag = False
-    """Print a JSON object, for programs."""
+    checkpoint: Checkpoint = "last"
+    data_dir: DataDir = None
+    json: Json = False
 
     def run(self) -> None:
         """Export and say what was written."""
@@ -70,24 +64,15 @@ class Export:
         run = Run.open(self.folder)
         model = load(run, self.checkpoint)
         result = self._to_hub(run, model) if self.to == "hub" else self._to_file(run, model)
-        if self.json:
-            print(json.dumps(result))
-        else:
-            for line in _as_text(result):
-                print(line)
+        show([result], _as_text(result), self.json)
 
     def _check(self) -> None:
-        own = {
-            "form fixed": ("error", "steps"),
-            "form loop": ("tol", "max_steps"),
-            "to hub": ("push_to",),
-        }
-        chosen = "to hub" if self.to == "hub" else f"form {self.form}"
+        own = {"form fixed": ("error", "steps"), "form loop": ("tol", "max_steps"), "to hub": ("push_to",)}
         for choice, names in own.items():
+            chosen = f"to {self.to}" if "to hub" in (choice, f"to {self.to}") else f"form {self.form}"
             for name in names:
                 if choice != chosen and getattr(self, name) is not None:
-                    other = f"to {self.to}" if choice == "to hub" else chosen
-                    raise UsageError(f"--{name.replace('_', '-')} belongs to --{choice}, not to --{other}")
+                    raise UsageError(f"--{name.replace('_', '-')} belongs to --{choice}, not to --{chosen}")
         if self.error is not None and self.steps is not None:
             raise UsageError("give either --error or --steps: each decides the other")
         if self.to == "torch-export" and self.form == "loop":
@@ -106,18 +91,14 @@ class Export:
 
     def _to_file(self, run: Run, model: Network) -> dict[str, Any]:
         from pcdeq.export import compare, describe, open_exported, plan_export, require_agreement
-        from pcdeq.export.program import ERROR, MAX_STEPS, TOL, check_options, render, require_onnx
+        from pcdeq.export.program import check_options, render, require_onnx
         from pcdeq.files import write_file
 
         assert self.to != "hub"
         if self.to == "onnx":
             require_onnx("onnx", "onnxscript", *(["onnxruntime"] if self.compare else []))
-        options: dict[str, Any] = {
-            "error": ERROR if self.error is None else self.error,
-            "steps": self.steps,
-            "tol": TOL if self.tol is None else self.tol,
-            "max_steps": MAX_STEPS if self.max_steps is None else self.max_steps,
-        }
+        given = {name: getattr(self, name) for name in ("error", "steps", "tol", "max_steps")}
+        options = {name: value for name, value in given.items() if value is not None}
         check_options(self.form, **options)  # before data are fetched
         training, test = self._images(run)
         with saying("finding the number of steps and the error", quiet=self.json):
@@ -131,37 +112,29 @@ class Export:
                 agreement = compare(model, open_exported(content), test)
             require_agreement(agreement, plan)
         write_file(out, content)
-        return _summary(self.to, self.form, out, plan, agreement)
+        return {
+            "to": self.to,
+            "form": self.form,
+            "out": str(out),
+            "bytes": len(content),
+            "steps": plan.steps,
+            "error": plan.error,
+            "basis": plan.basis,
+            "measured": plan.measured,
+            "compared": None if agreement is None else asdict(agreement),
+        }
 
     def _images(self, run: Run) -> tuple[Tensor | None, Tensor | None]:
         """Pixels of some training and some test images, each spread over its split."""
         if not self.calibration and not self.compare:
             return None, None
-        import torch
-
-        from pcdeq.data import load_dataset
-
-        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
+        from pcdeq.training import spread
 
         def some(images: Tensor, count: int) -> Tensor | None:
-            chosen = torch.linspace(0, len(images) - 1, min(count, len(images))).long()
-            return images[chosen].float() / 255 if count else None
+            return images[spread(len(images), count)].float() / 255 if count else None
 
+        dataset = dataset_of(run, self.data_dir, quiet=self.json)
         return some(dataset.train.images, self.calibration), some(dataset.test.images, self.compare)
-
-
-def _summary(to: str, form: str, out: Path, plan: Plan, agreement: Agreement | None) -> dict[str, Any]:
-    return {
-        "to": to,
-        "form": form,
-        "out": str(out),
-        "bytes": out.stat().st_size,
-        "steps": plan.steps,
-        "error": plan.error,
-        "basis": plan.basis,
-        "measured": plan.measured,
-        "compared": None if agreement is None else asdict(agreement),
-    }
 
 
 def _error(result: dict[str, Any]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Flag, print_table
+from pcdeq.commands.shared import Flag, show, table
 from pcdeq.recipes import own_rows, rows
 
 
@@ -27,13 +26,8 @@ class List:
     def run(self) -> None:
         """Print the list."""
         entries = _row_entries() if self.what == "rows" else _run_entries(self.runs_dir)
-        if self.json:
-            for entry in entries:
-                print(json.dumps(entry))
-        elif entries:
-            print_table(entries)
-        else:
-            print(f"no runs in {self.runs_dir}; `pcdeq train` makes one")
+        none = [f"no runs in {self.runs_dir}; `pcdeq train` makes one"]
+        show(entries, table(entries) if entries else none, self.json)
 
 
 def _row_entries() -> list[dict[str, Any]]:
@@ -52,20 +46,17 @@ def _row_entries() -> list[dict[str, Any]]:
 def _run_entries(folder: Path) -> list[dict[str, Any]]:
     from pcdeq.training import find_runs
 
-    entries = []
-    for run in find_runs(folder):
-        metrics = run.metrics
-        entries.append(
-            {
-                "run": str(run.path),
-                "row": run.config.row,
-                "data": run.config.data,
-                "epochs": f"{len(metrics)}/{run.config.epochs}",
-                "accuracy %": run.accuracy,
-                "started": run.description.get("started", ""),
-            }
-        )
-    return entries
+    return [
+        {
+            "run": str(run.path),
+            "row": run.config.row,
+            "data": run.config.data,
+            "epochs": f"{len(run.metrics)}/{run.config.epochs}",
+            "accuracy %": run.accuracy,
+            "started": run.description.get("started", ""),
+        }
+        for run in find_runs(folder)
+    ]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pcdeq.commands.shared import Flag, RunFolder, print_table, track
+from pcdeq.commands.shared import DataDir, Flag, Json, RunFolder, dataset_of, show, table, track
 from pcdeq.errors import PcdeqError, UsageError
 
 if TYPE_CHECKING:
@@ -19,21 +17,17 @@ class Certify:
     """Prove, test image by test image, which class the exact equilibrium network gives."""
 
     folder: RunFolder
-    """Run folder, as `pcdeq list runs` shows it."""
     images: int | None = None
     """So many test images, spread over the test set. (default: all)"""
     radius: float = 0.0
     """Prove the class for every picture within this distance in each pixel, which go from 0 to 1: robustness."""
     curve: Flag = False
     """Also the share of images that are right and proved, by radius: the robustness curve."""
-    data_dir: Path | None = None
-    """Where data sets are kept. (default: as in training)"""
-    json: Flag = False
-    """Print a JSON object, for programs."""
+    data_dir: DataDir = None
+    json: Json = False
 
     def run(self) -> None:
         """Certify, print, and draw the margins."""
-        from pcdeq.data import load_dataset
         from pcdeq.models import load
         from pcdeq.proofs.certify import BATCH, Certificate, certify, robustness_curve
         from pcdeq.report import figures
@@ -44,9 +38,9 @@ class Certify:
         if not 0 <= self.radius < float("inf"):
             raise UsageError(f"radius must be a number >= 0, got {self.radius}")
         run = Run.open(self.folder)
-        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
-        network, chosen = load(run), spread(len(dataset.test), self.images)
-        images, labels = run.preprocessing(dataset.test.images[chosen]), dataset.test.labels[chosen]
+        test = dataset_of(run, self.data_dir, quiet=self.json).test
+        network, chosen = load(run), spread(len(test), self.images)
+        images, labels = run.preprocessing(test.images[chosen]), test.labels[chosen]
         scale = run.preprocessing
         certificate = Certificate.join(
             certify(network, batch, radius=scale.scaled(self.radius), limits=scale.limits())
@@ -57,25 +51,23 @@ class Certify:
         picture = figures.draw_certificate(run, certificate, labels, curve, name)
         proved, total = int(certificate.proved.sum()), len(certificate.proved)
         right = int((certificate.proved & (certificate.classes == labels)).sum())
-        if self.json:
-            summary = {"images": total, "certified": proved, "share": certificate.share, "radius": self.radius}
-            summary |= {"certified_and_right": right, "figure": str(picture)}
-            print(json.dumps(summary if curve is None else summary | {"curve": curve}))
-            return
+        result = {"images": total, "certified": proved, "share": certificate.share, "radius": self.radius}
+        result |= {"certified_and_right": right, "figure": str(picture)} | ({"curve": curve} if curve else {})
         what = f"for every picture within {self.radius:g}" if self.radius else "for the exact equilibrium network"
-        print(f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}")
-        print(f"{right:,} of them ({100 * right / total:.2f} %): proved and right")
+        text = [
+            f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}",
+            f"{right:,} of them ({100 * right / total:.2f} %): proved and right",
+        ]
         if self.radius and proved < total:
-            print(
+            text.append(
                 "a class that is not proved is not refuted: the bounds widen from layer to layer, and beyond one layer "
                 "soon hold every class; `pcdeq train --robust-radius R` trains a network for which they stay narrow"
             )
         if proved:
             lead = float(certificate.margin[certificate.proved].min())
-            print(f"smallest lead of a proved class over the next: {lead:.3g}")
-        for radius, share in (curve or {}).items():
-            print(f"within {radius}: {100 * share:.2f} % proved and right")
-        print(f"drawn in {picture}")
+            text.append(f"smallest lead of a proved class over the next: {lead:.3g}")
+        text += [f"within {radius}: {100 * share:.2f} % proved and right" for radius, share in (curve or {}).items()]
+        show([result], [*text, f"drawn in {picture}"], self.json)
 
 
 @dataclass(frozen=True)
@@ -89,26 +81,19 @@ class Check:
     """
 
     folder: RunFolder
-    """Run folder, as `pcdeq list runs` shows it."""
-    data_dir: Path | None = None
-    """Where data sets are kept. (default: as in training)"""
-    json: Flag = False
-    """Print a JSON object, for programs."""
+    data_dir: DataDir = None
+    json: Json = False
 
     def run(self) -> None:
         """Audit and print; fails where a guarantee does not hold."""
-        from pcdeq.data import load_dataset
         from pcdeq.models import load
         from pcdeq.proofs.check import check
         from pcdeq.training import Run
 
         run = Run.open(self.folder)
-        dataset = load_dataset(run.config.data, data_dir=self.data_dir or run.config.data_dir, quiet=self.json)
-        report = check(load(run), run.preprocessing(dataset.test.images[:64]))
-        if self.json:
-            print(json.dumps(report.to_dict()))
-        else:
-            print_table([_check_entry(layer) for layer in report.layers])
+        test = dataset_of(run, self.data_dir, quiet=self.json).test
+        report = check(load(run), run.preprocessing(test.images[:64]))
+        show([report.to_dict()], table([_check_entry(layer) for layer in report.layers]), self.json)
         for layer in report.layers:
             if not layer.holds:
                 raise PcdeqError(f"{layer.name}: no guarantee: {layer.reason}")

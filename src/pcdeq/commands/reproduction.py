@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Device, Flag, print_table
+from pcdeq.commands.shared import Device, Flag, show, table
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.recipes import PAPER_DATASETS, TrainConfig
 
@@ -49,7 +48,6 @@ class Reproduce:
     gpus: float | None = None
     """GPUs of each run on Ray; may be a fraction. (default: 0)"""
     device: Device = "auto"
-    """Where to compute."""
     runs_dir: Path = Path("runs")
     """Where the run folders are."""
     data_dir: Path | None = None
@@ -75,18 +73,11 @@ class Reproduce:
             if not Path(self.what).exists():
                 raise UsageError(f"what is {self.what!r}? Choose mnist, svhn, cifar10, all or claims")
             datasets = (str(Path(self.what).resolve()),)
-        settings = {name: getattr(self, name) for name in ("solver", "steps_per_epoch", "device", "data_dir")}
         # Fetch the data once, before many want them at once.
         shapes = [load_dataset(data, data_dir=self.data_dir, quiet=self.json).image_shape for data in datasets]
-        jobs = plan(
-            datasets,
-            pattern=self.rows,
-            runs=self.runs,
-            runs_dir=self.runs_dir,
-            image_channels=shapes[0][0],
-            epochs=self.epochs,
-            **settings,
-        )
+        names = ("runs", "runs_dir", "epochs", "solver", "steps_per_epoch", "device", "data_dir")
+        settings = {name: getattr(self, name) for name in names}
+        jobs = plan(datasets, pattern=self.rows, image_channels=shapes[0][0], **settings)
         self._do(jobs)
         self._write_tables(jobs, datasets)
 
@@ -124,13 +115,9 @@ class Reproduce:
             if (line.row.name, data) in wanted or (self.rows == "*" and data in datasets)
         ]
         write_file(self.runs_dir / "table.md", f"{markdown_table(entries)}\n".encode())
-        if self.json:
-            for entry in entries:
-                print(json.dumps(entry))
-        else:
-            print_table(entries)
-            print(f"\nsaved in {self.runs_dir / 'table.md'}")
-            print(f"figures, claims and the whole table: pcdeq report {self.runs_dir} -o report.html")
+        where = f"saved in {self.runs_dir / 'table.md'}"
+        more = f"figures, claims and the whole table: pcdeq report {self.runs_dir} -o report.html"
+        show(entries, [*table(entries), "", where, more], self.json)
 
     def _check_claims(self) -> None:
         from pcdeq.report.claims import check_claims
@@ -139,11 +126,9 @@ class Reproduce:
         from pcdeq.training import find_runs
 
         lines = [line for group in collect(find_runs(self.runs_dir)).values() for line in group]
-        for claim in check_claims(lines, *find_subjects(lines, self.data_dir)):
-            if self.json:
-                print(json.dumps(claim.cells()))
-            else:
-                print(f"{claim.verdict:<12}  {claim.statement} ({claim.source})\n{'':12}  {claim.measured}")
+        claims = check_claims(lines, *find_subjects(lines, self.data_dir))
+        text = (f"{one.verdict:<12}  {one.statement} ({one.source})\n{'':12}  {one.measured}" for one in claims)
+        show((claim.cells() for claim in claims), text, self.json)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+if TYPE_CHECKING:
+    from pcdeq.data import Dataset
+    from pcdeq.training import Run
+
 T = TypeVar("T")
-Device = Literal["auto", "cpu", "cuda", "mps"]
-Which = Literal["last", "best"]
-RunFolder = Annotated[Path, Positional, arg(metavar="RUN")]
 Flag = Annotated[bool, FlagCreatePairsOff]
+# Options that several commands have.
+RunFolder = Annotated[Path, Positional, arg(metavar="RUN", help="Run folder, as `pcdeq list runs` shows it.")]
+Checkpoint = Annotated[
+    Literal["last", "best"], arg(help="last, or best, which exists if there was a validation split.")
+]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="Where to compute.")]
+DataDir = Annotated[Path | None, arg(help="Where data sets are kept. (default: as in training)")]
+Json = Annotated[Flag, arg(help="Print a JSON object, for programs.")]
 
 
 class Command(Protocol):
@@ -23,15 +33,19 @@ class Command(Protocol):
         """Do it, printing results; raise `PcdeqError` if it cannot be done."""
 
 
+def dataset_of(run: Run, data_dir: Path | None, quiet: bool) -> Dataset:
+    """What a run was trained on."""
+    from pcdeq.data import load_dataset
+
+    return load_dataset(run.config.data, data_dir=data_dir or run.config.data_dir, quiet=quiet)
+
+
 @contextmanager
 def saying(what: str, quiet: bool = False) -> Iterator[None]:
     """Tell on standard error what takes so long: a spinner on a terminal, a line elsewhere."""
-    if quiet:
-        yield
-        return
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, quiet=quiet)
     if console.is_terminal:
         with console.status(f"{what} ..."):
             yield
@@ -45,15 +59,19 @@ def track(items: Sequence[T], what: str, quiet: bool = False) -> Iterator[T]:
     from rich.console import Console
     from rich.progress import track as rich_track
 
-    console = Console(stderr=True)
-    shown = console.is_terminal and not quiet
-    yield from rich_track(items, what, console=console, transient=True, disable=not shown)
+    console = Console(stderr=True, quiet=quiet)
+    yield from rich_track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
-def print_table(entries: list[dict[str, Any]]) -> None:
-    """Columns as wide as their contents; nothing is ever cut off."""
+def show(objects: Iterable[dict[str, Any]], text: Iterable[str], as_json: bool) -> None:
+    """Print a line of JSON per object, for programs, or the lines of text, for people."""
+    for line in map(json.dumps, objects) if as_json else text:
+        print(line)
+
+
+def table(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of columns as wide as their contents; nothing is ever cut off."""
     cells = [["" if value is None else str(value) for value in entry.values()] for entry in entries]
-    lines = [list(entries[0]), *cells]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    rows = [list(entries[0]), *cells]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

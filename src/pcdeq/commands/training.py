@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Device, Flag, RunFolder, Which
+from pcdeq.commands.shared import Checkpoint, DataDir, Device, Flag, Json, RunFolder, show
 from pcdeq.errors import DataError, UsageError
 from pcdeq.recipes import TrainConfig, find_row
 
@@ -38,24 +37,20 @@ class Train(TrainConfig):
         if self.resume is None:
             run = train(self._config(), progress=progress)
         else:
-            changes = self._changes_on_resume()
-            run = resume(self.resume, progress=progress, **changes)
+            run = resume(self.resume, progress=progress, **self._changes_on_resume())
         if os.environ.get("RANK", "0") != "0":
             return  # one process speaks for all
         evaluation, dataset = evaluate(run, quiet=True)
         pictures = [*figures.draw_run(run), figures.draw_evaluation(run, evaluation, dataset)]
         result = describe(run, summarise(run, dataset), pictures)
-        print(json.dumps(result) if self.json else _as_text(result))
+        show([result], _as_text(result), self.json)
 
     def _config(self) -> TrainConfig:
         return TrainConfig(**{item.name: getattr(self, item.name) for item in fields(TrainConfig)})
 
     def _changes_on_resume(self) -> dict[str, Any]:
-        given = {
-            item.name: getattr(self, item.name)
-            for item in fields(TrainConfig)
-            if getattr(self, item.name) != getattr(TrainConfig(), item.name)
-        }
+        usual = vars(TrainConfig())
+        given = {name: value for name, value in vars(self._config()).items() if value != usual[name]}
         for name in given.keys() - {"epochs", "device", "data_dir"}:
             raise UsageError(f"{name} cannot change when a run is resumed; only epochs, device and data_dir can")
         return given
@@ -82,7 +77,7 @@ def describe(run: Run, summary: Summary, pictures: list[Path]) -> dict[str, Any]
     return result
 
 
-def _as_text(result: dict[str, Any]) -> str:
+def _as_text(result: dict[str, Any]) -> list[str]:
     lines = [f"test accuracy   {result['accuracy']:.2f} % of {result['test_images']:,} images, after the last epoch"]
     if "published" in result:
         lines.append(f"published       {result['published']} %, the mean of five runs")
@@ -100,7 +95,7 @@ def _as_text(result: dict[str, Any]) -> str:
         f"saved in        {result['run']} ({', '.join(Path(name).name for name in result['figures'])})",
         f"next            pcdeq predict {result['run']} PICTURE",
     ]
-    return "\n".join(lines)
+    return lines
 
 
 @dataclass(frozen=True)
@@ -108,24 +103,20 @@ class Evaluate:
     """Test the network of a run, and draw its confusion matrix and worst errors."""
 
     folder: RunFolder
-    """Run folder, as `pcdeq list runs` shows it."""
     data: str | None = None
     """Another data set with images of the same size. (default: the one it was trained on)"""
-    checkpoint: Which = "last"
-    """last, or best, which exists if there was a validation split."""
+    checkpoint: Checkpoint = "last"
     device: Device = "auto"
-    """Where to compute."""
     batch_size: int = 256
     """Images at a time."""
-    data_dir: Path | None = None
-    """Where data sets are kept. (default: as in training)"""
-    json: Flag = False
-    """Print a JSON object, for programs."""
+    data_dir: DataDir = None
+    json: Json = False
 
     def run(self) -> None:
         """Evaluate and print."""
         from pcdeq.report.figures import draw_evaluation
         from pcdeq.training import Run, evaluate
+        from pcdeq.training.display import mean
 
         if self.batch_size < 1:
             raise UsageError(f"batch_size must be at least 1, got {self.batch_size}")
@@ -150,13 +141,13 @@ class Evaluate:
             "seconds": evaluation.seconds,
             "figure": str(picture),
         }
-        if self.json:
-            print(json.dumps(result))
-            return
-        steps = sum(evaluation.forward_steps) / max(1, len(evaluation.forward_steps))
-        print(f"{evaluation.accuracy:.2f} % of {len(evaluation.labels):,} test images of {dataset.name}")
-        print(f"{steps:.1f} steps per solve, {evaluation.unconverged:,} samples did not converge")
-        print(f"confusion matrix and worst errors in {picture}")
+        steps = mean(evaluation.forward_steps)
+        text = (
+            f"{evaluation.accuracy:.2f} % of {len(evaluation.labels):,} test images of {dataset.name}",
+            f"{steps:.1f} steps per solve, {evaluation.unconverged:,} samples did not converge",
+            f"confusion matrix and worst errors in {picture}",
+        )
+        show([result], text, self.json)
 
 
 @dataclass(frozen=True)
@@ -164,13 +155,10 @@ class Predict:
     """Say what a trained network sees in pictures of your own."""
 
     folder: RunFolder
-    """Run folder, as `pcdeq list runs` shows it."""
     pictures: Annotated[tuple[Path, ...], Positional, arg(metavar="PICTURE ...")]
     """Picture files of any common format and size."""
-    checkpoint: Which = "last"
-    """last, or best, which exists if there was a validation split."""
+    checkpoint: Checkpoint = "last"
     device: Device = "auto"
-    """Where to compute."""
     json: Flag = False
     """Print a JSON object per picture, for programs."""
 
@@ -191,11 +179,11 @@ class Predict:
             except DataError as error:  # told at the end: the others are classified all the same
                 complaints.append(str(error))
         results = predict(run, readable, checkpoint=self.checkpoint, device=self.device) if readable else []
-        for result in results:
-            if self.json:
-                print(json.dumps({"picture": str(result.path), "ranking": result.ranking}))
-            else:
-                guesses = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in result.ranking)
-                print(f"{result.path}: {guesses} ({result.preparation})")
+        guesses = [", ".join(f"{name} {100 * share:.1f} %" for name, share in result.ranking) for result in results]
+        show(
+            ({"picture": str(result.path), "ranking": result.ranking} for result in results),
+            (f"{result.path}: {guess} ({result.preparation})" for result, guess in zip(results, guesses, strict=True)),
+            self.json,
+        )
         if complaints:
             raise DataError("; ".join(complaints))

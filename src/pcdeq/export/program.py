@@ -123,7 +123,9 @@ def plan_export(
     return Plan(graph, 2 * worst, basis, worst)  # twice, for other images may be worse
 
 
-def check_options(form: str, *, error: float, steps: int | None, tol: float, max_steps: int) -> None:
+def check_options(
+    form: str, *, error: float = ERROR, steps: int | None = None, tol: float = TOL, max_steps: int = MAX_STEPS
+) -> None:
     """Refuse numbers that make no sense."""
     if form not in ("fixed", "loop"):
         raise UsageError(f"form must be 'fixed' or 'loop', got {form!r}")

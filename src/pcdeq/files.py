@@ -6,7 +6,6 @@ import io
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from pcdeq.errors import PcdeqError
@@ -37,10 +36,8 @@ def replace_file(path: Path, content: bytes) -> None:
         with temporary.open("wb") as file:
             write_through(file, content)
         temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # where it did not come to that
     flush_folder(path.parent)
 
 

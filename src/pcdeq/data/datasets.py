@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,11 @@ from pcdeq.errors import DataError, UsageError
 
 HELD_OUT = 0.2  # of a user's data that comes without a test split
 MINI_FILE = Path(__file__).with_name("mnist_mini.npz")
+
+
+def size_in_words(shape: Sequence[int]) -> str:
+    """Channels, height and width for people: 1 x 28 x 28."""
+    return " x ".join(map(str, shape))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +50,7 @@ class Split:
         return len(self.labels)
 
     def __repr__(self) -> str:
-        return f"Split({len(self):,} images, {' x '.join(map(str, self.images.shape[1:]))})"
+        return f"Split({len(self):,} images, {size_in_words(self.images.shape[1:])})"
 
     def select(self, index: Tensor) -> Split:
         """Return the images at the given positions, copied."""
@@ -87,9 +93,8 @@ class Dataset:
         >>> load_dataset("mnist-mini").describe()
         'mnist-mini: 4,000 training and 1,000 test images, 1 x 28 x 28, 10 classes'
         """
-        shape = " x ".join(map(str, self.image_shape))
         counts = f"{len(self.train):,} training and {len(self.test):,} test images"
-        line = f"{self.name}: {counts}, {shape}, {self.num_classes} classes"
+        line = f"{self.name}: {counts}, {size_in_words(self.image_shape)}, {self.num_classes} classes"
         return f"{line}; {self.note}" if self.note else line
 
     def __repr__(self) -> str:

@@ -113,9 +113,8 @@ def make_display(kind: ProgressKind | Display) -> Display:
 
 def describe_epoch(metrics: EpochMetrics, epochs: int) -> str:
     """One line for people about one epoch."""
-    width = len(str(epochs))
     parts = [
-        f"epoch {metrics.epoch:>{width}}/{epochs}",
+        f"epoch {metrics.epoch:>{len(str(epochs))}}/{epochs}",
         f"loss {metrics.loss:.4f}",
         f"train {metrics.train_accuracy:.2f} %",
         f"test {metrics.test_accuracy:.2f} %",

@@ -48,5 +48,5 @@ def _git_commit(checkout: Path) -> dict[str, Any] | None:
         told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-    oid = next(line for line in told if line.startswith("# branch.oid "))
-    return {"commit": oid.split()[-1], "dirty": any(not line.startswith("#") for line in told)}
+    # The first line is "# branch.oid COMMIT", and every line without # a change.
+    return {"commit": told[0].split()[-1], "dirty": any(not line.startswith("#") for line in told)}

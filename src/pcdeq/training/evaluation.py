@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pcdeq.data import Batches, Dataset, load_dataset
+from pcdeq.data.datasets import size_in_words
 from pcdeq.errors import ConvergenceWarning, UsageError
 from pcdeq.models import equilibrium_layers, load
 from pcdeq.training.run import Run, Which
@@ -124,15 +125,13 @@ def evaluate(
     run = Run.open(run)
     dataset = load_dataset(data or run.config.data, data_dir=data_dir or run.config.data_dir, quiet=quiet)
     if dataset.image_shape != run.image_shape or dataset.num_classes != len(run.preprocessing.classes):
-        raise UsageError(
-            f"{run.path} was trained on {len(run.preprocessing.classes)} classes of {_size(run.image_shape)} images; "
-            f"{dataset.name} has {dataset.num_classes} classes of {_size(dataset.image_shape)}"
-        )
-    network = load(run, checkpoint)
+        here = f"{dataset.num_classes} classes of {size_in_words(dataset.image_shape)}"
+        trained = f"{len(run.preprocessing.classes)} classes of {size_in_words(run.image_shape)} images"
+        raise UsageError(f"{run.path} was trained on {trained}; {dataset.name} has {here}")
     where = pick_device(device)
     mean, std = run.preprocessing.mean, run.preprocessing.std
     batches = Batches(dataset.test, batch_size, mean=mean, std=std, device=where, channels_last=True)
-    return measure(network.to(where), batches), dataset
+    return measure(load(run, checkpoint).to(where), batches), dataset
 
 
 def pick_device(name: Device) -> torch.device:
@@ -143,7 +142,3 @@ def pick_device(name: Device) -> torch.device:
     if not available[name]:
         raise UsageError(f"this machine has no {name} device; use --device auto")
     return torch.device(name)
-
-
-def _size(image_shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, image_shape))

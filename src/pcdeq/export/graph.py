@@ -126,15 +126,13 @@ class Graph(nn.Module):
             raise UsageError("only pcDEQ networks can be exported, and this one has no pcDEQ layer")
         self.image_shape = model.image_shape
         given = model.preprocessing
-        self.normalises = given is not None and (any(given.mean) or set(given.std) != {1.0})
-        if given is not None and self.normalises:
-            self.register_buffer("mean", torch.tensor(given.mean).view(-1, 1, 1))
-            self.register_buffer("std", torch.tensor(given.std).view(-1, 1, 1))
+        changes = given is not None and (any(given.mean) or set(given.std) != {1.0})
+        self.preprocessing = given if changes else None
         self.requires_grad_(False).eval()
         self.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
 
     def forward(self, pixels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = (pixels - self.get_buffer("mean")) / self.get_buffer("std") if self.normalises else pixels
+        x = pixels if self.preprocessing is None else self.preprocessing.normalise(pixels)
         x, converged = _run(self.layers, x)
         return x if converged is None else (x, converged)
 

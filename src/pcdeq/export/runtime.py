@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -85,7 +85,9 @@ def compare(model: Network, exported: Any, pixels: Tensor) -> Agreement:
         converged = torch.from_numpy(outputs[1])
     error = (theirs - exact_logits(model, pixels)).abs()[converged]
     # Interleaved, so that a busy machine slows both.
-    times = [(_seconds(fast, inputs), _seconds(exported, pixels)) for _ in range(ROUNDS)]
+    times = [
+        (timeit(lambda: fast(inputs), number=1), timeit(lambda: exported(pixels), number=1)) for _ in range(ROUNDS)
+    ]
     return Agreement(
         images=len(pixels),
         same_class=int((ours.argmax(1) == theirs.argmax(1)).sum()),
@@ -107,9 +109,3 @@ def require_agreement(agreement: Agreement, plan: Plan) -> None:
             f"on {agreement.images} test images a logit is off by {agreement.difference:.3g}, more than "
             f"{plan.error:.3g} ({plan.basis}); nothing was written: try {advice}, or more images for --calibration"
         )
-
-
-def _seconds(function: Any, argument: Tensor) -> float:
-    start = time.perf_counter()
-    function(argument)
-    return time.perf_counter() - start

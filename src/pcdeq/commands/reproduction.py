@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -64,9 +64,10 @@ class Reproduce:
         from pcdeq.reproduce import plan
 
         TrainConfig(epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)  # mistakes before downloads
-        given = [f"--{name}" for name in ("cpus", "gpus") if getattr(self, name) is not None]
+        given = {name: value for name in ("cpus", "gpus") if (value := getattr(self, name)) is not None}
         if self.on == "local" and given:
-            raise UsageError(f"{' and '.join(given)} belong to --on ray; here OMP_NUM_THREADS decides the cores")
+            options = " and ".join(f"--{name}" for name in given)
+            raise UsageError(f"{options} belong to --on ray; here OMP_NUM_THREADS decides the cores")
 
         datasets = PAPER_DATASETS if self.what == "all" else (self.what,)
         if self.what not in ("all", *dataset_names()):
@@ -78,10 +79,10 @@ class Reproduce:
         names = ("runs", "runs_dir", "epochs", "solver", "steps_per_epoch", "device", "data_dir")
         settings = {name: getattr(self, name) for name in names}
         jobs = plan(datasets, pattern=self.rows, image_channels=shapes[0][0], **settings)
-        self._do(jobs)
+        self._do(jobs, given)
         self._write_tables(jobs, datasets)
 
-    def _do(self, jobs: list[Job]) -> None:
+    def _do(self, jobs: list[Job], resources: dict[str, Any]) -> None:
         from rich.console import Console
 
         from pcdeq.reproduce import Board, run_locally, run_on_ray
@@ -90,8 +91,7 @@ class Reproduce:
         try:
             with board:
                 if self.on == "ray":
-                    cpus = 1 if self.cpus is None else self.cpus
-                    run_on_ray(jobs, board, cpus=cpus, gpus=self.gpus or 0.0)
+                    run_on_ray(jobs, board, **resources)
                 else:
                     run_locally(jobs, board)
         except KeyboardInterrupt as stop:

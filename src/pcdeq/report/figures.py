@@ -30,8 +30,6 @@ def draw_run(run: Run) -> list[Path]:
     >>> [path.name for path in draw_run(pcdeq.training.train(config, progress="none"))]
     ['curves.png', 'steps.png']
     """
-    if not run.metrics:
-        return []
     figures = {"curves.png": draw_curves(run), "steps.png": draw_steps(run)}
     return [run.write(name, _png(figure)) for name, figure in figures.items()]
 
@@ -42,7 +40,7 @@ def draw_evaluation(run: Run, evaluation: Evaluation, dataset: Dataset) -> Path:
 
 
 def draw_certificate(
-    run: Run, certificate: Certificate, labels: Tensor, curve: dict[float, float] | None, name: str = "certificate"
+    run: Run, certificate: Certificate, labels: Tensor, curve: dict[float, float] | None, name: str
 ) -> Path:
     """Draw by how much the proved classes lead, and the robustness curve if there is one; return the file."""
     figure = new_figure(8.4 if curve else 4.6, 3.4, f"{run.config.row} on {run.config.data}: what is proved")

@@ -22,7 +22,7 @@ from pcdeq.models import Network, load, pcdeq_layers, pretrained_names
 from pcdeq.proofs.order import enclose_near
 from pcdeq.proofs.rates import a_priori_rate
 from pcdeq.report.charts import BLUE, GREEN, LOOKS, ORANGE, Chart, finish, new_figure
-from pcdeq.report.curves import NETWORKS, families
+from pcdeq.report.curves import NETWORKS, Family, families
 from pcdeq.report.tables import Line
 from pcdeq.solvers import Anderson, Picard, run
 from pcdeq.theory.metrics import thompson
@@ -46,42 +46,38 @@ class Subject:
     images: Tensor
     labels: Tensor
 
+    @torch.no_grad()
     def equation(self) -> Equation:
         """The equation of its first equilibrium layer for the first images, in float64."""
         network = copy.deepcopy(self.network).double()
         layer = pcdeq_layers(network)[0]
-        seen: list[Tensor] = []
-        handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        with torch.no_grad():
-            network(self.images[:STUDIED_IMAGES].double())
-        handle.remove()
-        return layer.equation(seen[0])
+        before = network[: list(network).index(layer)]
+        return layer.equation(before(self.images[:STUDIED_IMAGES].double()))
 
 
 def find_subjects(lines: Iterable[Line], data_dir: Path | None = None) -> tuple[list[Subject], str | None]:
     """A trained network per activation: of the first class of networks, on the first data set, for which there are any.
 
-    Weights come from the run folders or, where those hold only metrics, from the package. Where the data are not at
-    hand, there are no subjects but the reason.
+    Weights come from the run folders or, where those hold only metrics, from the package. Where these or the data
+    cannot be had, there are no subjects but the reason.
     """
     ranked = sorted(families(lines), key=lambda family: (list(NETWORKS).index(family.topology), family.solver))
-    for family in ranked:
-        subjects = []
-        for activation, line in family.lines.items():
-            network = _network_of(line)
-            if network is None:
-                continue
+    try:
+        return next(filter(None, (_subjects_of(family, data_dir) for family in ranked)), []), None
+    except PcdeqError as error:
+        return [], str(error)
+
+
+def _subjects_of(family: Family, data_dir: Path | None) -> list[Subject]:
+    subjects = []
+    for activation, line in family.lines.items():
+        if (network := _network_of(line)) is not None:
             run = line.runs[0]
-            try:
-                dataset = load_dataset(family.data, data_dir=data_dir or run.config.data_dir, quiet=True)
-            except PcdeqError as error:
-                return [], str(error)
-            chosen = spread(len(dataset.test), TESTED_IMAGES)
-            images = run.preprocessing(dataset.test.images[chosen])
-            subjects.append(Subject(activation, family.title, network, images, dataset.test.labels[chosen]))
-        if subjects:
-            return subjects, None
-    return [], None
+            test = load_dataset(family.data, data_dir=data_dir or run.config.data_dir, quiet=True).test
+            chosen = spread(len(test), TESTED_IMAGES)
+            images = run.preprocessing(test.images[chosen])
+            subjects.append(Subject(activation, family.title, network, images, test.labels[chosen]))
+    return subjects
 
 
 def _network_of(line: Line) -> Network | None:
@@ -118,12 +114,12 @@ def trace(equation: Equation) -> list[dict[str, float]]:
     for step in range(1, MOST_STEPS + 1):
         new = equation(z)
         box = enclose_near(equation, z)
-        bound = float(torch.maximum(thompson(box.upper, z), thompson(z, box.lower)).max())
+        sides = (thompson(box.upper, z), thompson(z, box.lower)) if bool(box.certified.all()) else ()
         entry = {
             "step": step,
             "residual": float(thompson(new, z).max()),
             "error": float(thompson(z, solution).max()),
-            "bound": bound if bool(box.certified.all()) else math.nan,
+            "bound": max((float(side.max()) for side in sides), default=math.nan),
             "a_priori": furthest * rate.factor ** (step - 1),
         }
         entries.append(entry)

@@ -82,16 +82,6 @@ class Line:
         return fmean(values) if values else None
 
     @property
-    def seconds(self) -> float | None:
-        """Per epoch, for training; the median, because a machine is at times busy with other things."""
-        return median(line.seconds for run in self.runs for line in run.metrics) if self.runs else None
-
-    @property
-    def unconverged(self) -> int | None:
-        """Samples, over all layers, both directions, all epochs and runs."""
-        return sum(line.unconverged for run in self.runs for line in run.metrics) if self.runs else None
-
-    @property
     def command(self) -> str:
         """What to type to get this line."""
         data = self.data if "/" not in self.data else Path(self.data).name
@@ -114,6 +104,9 @@ class Line:
         solver = [] if self.solver == "default" else [f"{self.solver} solver"]
         title = ", ".join([self.row.title, *solver, *(change.lstrip("-") for change in self.changes)])
         ours, proved = self.accuracy, self.certified
+        epochs = [line for run in self.runs for line in run.metrics]
+        # The median, because a machine is at times busy with other things.
+        seconds = median(line.seconds for line in epochs) if epochs else None
         each = "" if self.steps_per_epoch is None else f" of {self.steps_per_epoch} steps each,"
         return {
             "row": title,
@@ -125,9 +118,9 @@ class Line:
             "parameters": _number(self.parameters, ",d") or self.row.params,
             "forward": _number(self.steps("forward"), ".1f"),
             "backward": _number(self.steps("backward"), ".1f"),
-            "unconverged": _number(self.unconverged, ",d"),
+            "unconverged": f"{sum(line.unconverged for line in epochs):,}" if epochs else "",
             "certified": "" if proved is None else f"{100 * proved[0] / proved[1]:.1f} % of {proved[1]:,}",
-            "s/epoch": _number(self.seconds, ".1f"),
+            "s/epoch": _number(seconds, ".1f"),
             "command": self.command,
         }
 

@@ -81,7 +81,7 @@ def subjects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for row in ("pcdeq-1-l-tanh", "pcdeq-2-l-sigmoid"):
         make_run(folder, row, 2)
-    with patch("pcdeq.report.studies.load_dataset", lambda *_, **__: load_dataset("mnist-mini")):
+    with patch("pcdeq.training.run.load_dataset", lambda *_, **__: load_dataset("mnist-mini")):
         found, reason = find_subjects(lines_in(folder))
     assert reason is None
     return found
@@ -89,7 +89,7 @@ def subjects(tmp_path_factory):
 
 def test_without_data_there_is_a_reason(tmp_path):
     make_run(tmp_path, "pcdeq-1-l-tanh", 2)
-    with patch("pcdeq.report.studies.load_dataset", side_effect=DataError("no such file")):
+    with patch("pcdeq.training.run.load_dataset", side_effect=DataError("no such file")):
         subjects, reason = find_subjects(lines_in(tmp_path))
     assert (subjects, reason) == ([], "no such file")
     (claim,) = (claim for claim in check_claims([], subjects, reason) if claim.statement.startswith("Plain iteration"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from pcdeq.commands.shared import Checkpoint, DataDir, Json, RunFolder, dataset_of, saying, show
+from pcdeq.commands.shared import Checkpoint, Json, RunDataDir, RunFolder, saying, show
 from pcdeq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Export:
     push_to: str | None = None
     """Upload to this repository on the Hub too, such as me/digits; with --to hub."""
     checkpoint: Checkpoint = "last"
-    data_dir: DataDir = None
+    data_dir: RunDataDir = None
     json: Json = False
 
     def run(self) -> None:
@@ -133,7 +133,7 @@ class Export:
         def some(images: Tensor, count: int) -> Tensor | None:
             return images[spread(len(images), count)].float() / 255 if count else None
 
-        dataset = dataset_of(run, self.data_dir, quiet=self.json)
+        dataset = run.dataset(self.data_dir, quiet=self.json)
         return some(dataset.train.images, self.calibration), some(dataset.test.images, self.compare)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Flag, show, table
+from pcdeq.commands.shared import DataDir, Flag, show, table
 from pcdeq.recipes import own_rows, rows
 
 
@@ -65,8 +65,7 @@ class Data:
 
     name: Annotated[str | None, Positional, arg(metavar="[NAME]")] = None
     """Data set to fetch and check, or a folder or .npz file of your own to check. (default: list them)"""
-    data_dir: Path | None = None
-    """Where data sets are kept. (default: the user's cache)"""
+    data_dir: DataDir = None
 
     def run(self) -> None:
         """List or fetch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pcdeq.commands.shared import DataDir, Flag, Json, RunFolder, dataset_of, show, table, track
+from pcdeq.commands.shared import Flag, Json, RunDataDir, RunFolder, show, table, track
 from pcdeq.errors import PcdeqError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Certify:
     """Prove the class for every picture within this distance in each pixel, which go from 0 to 1: robustness."""
     curve: Flag = False
     """Also the share of images that are right and proved, by radius: the robustness curve."""
-    data_dir: DataDir = None
+    data_dir: RunDataDir = None
     json: Json = False
 
     def run(self) -> None:
@@ -38,7 +38,7 @@ class Certify:
         if not 0 <= self.radius < float("inf"):
             raise UsageError(f"radius must be a number >= 0, got {self.radius}")
         run = Run.open(self.folder)
-        test = dataset_of(run, self.data_dir, quiet=self.json).test
+        test = run.dataset(self.data_dir, quiet=self.json).test
         network, chosen = load(run), spread(len(test), self.images)
         images, labels = run.preprocessing(test.images[chosen]), test.labels[chosen]
         scale = run.preprocessing
@@ -81,7 +81,7 @@ class Check:
     """
 
     folder: RunFolder
-    data_dir: DataDir = None
+    data_dir: RunDataDir = None
     json: Json = False
 
     def run(self) -> None:
@@ -91,7 +91,7 @@ class Check:
         from pcdeq.training import Run
 
         run = Run.open(self.folder)
-        test = dataset_of(run, self.data_dir, quiet=self.json).test
+        test = run.dataset(self.data_dir, quiet=self.json).test
         report = check(load(run), run.preprocessing(test.images[:64]))
         show([report.to_dict()], table([_check_entry(layer) for layer in report.layers]), self.json)
         for layer in report.layers:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Device, Flag, show, table
+from pcdeq.commands.shared import DataDir, Device, Flag, show, table
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.recipes import PAPER_DATASETS, TrainConfig
 
@@ -50,8 +50,7 @@ class Reproduce:
     device: Device = "auto"
     runs_dir: Path = Path("runs")
     """Where the run folders are."""
-    data_dir: Path | None = None
-    """Where data sets are kept. (default: the user's cache)"""
+    data_dir: DataDir = None
     json: Flag = False
     """Print a JSON object per row or claim at the end, for programs."""
 
@@ -143,8 +142,7 @@ class Report:
     """Folder for each figure as PNG and SVG with its data as CSV. (default: figures beside the page)"""
     studies: bool = True
     """Also the figures for which trained networks are run: convergence, solvers, tolerance."""
-    data_dir: Path | None = None
-    """Where data sets are kept. (default: the user's cache)"""
+    data_dir: DataDir = None
 
     def run(self) -> None:
         """Write the page and the figures."""

@@ -6,15 +6,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-if TYPE_CHECKING:
-    from pcdeq.data import Dataset
-    from pcdeq.training import Run
-
-T = TypeVar("T")
 Flag = Annotated[bool, FlagCreatePairsOff]
 # Options that several commands have.
 RunFolder = Annotated[Path, Positional, arg(metavar="RUN", help="Run folder, as `pcdeq list runs` shows it.")]
@@ -22,7 +17,8 @@ Checkpoint = Annotated[
     Literal["last", "best"], arg(help="last, or best, which exists if there was a validation split.")
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], arg(help="Where to compute.")]
-DataDir = Annotated[Path | None, arg(help="Where data sets are kept. (default: as in training)")]
+RunDataDir = Annotated[Path | None, arg(help="Where data sets are kept. (default: as in training)")]
+DataDir = Annotated[Path | None, arg(help="Where data sets are kept. (default: the user's cache)")]
 Json = Annotated[Flag, arg(help="Print a JSON object, for programs.")]
 
 
@@ -31,13 +27,6 @@ class Command(Protocol):
 
     def run(self) -> None:
         """Do it, printing results; raise `PcdeqError` if it cannot be done."""
-
-
-def dataset_of(run: Run, data_dir: Path | None, quiet: bool) -> Dataset:
-    """What a run was trained on."""
-    from pcdeq.data import load_dataset
-
-    return load_dataset(run.config.data, data_dir=data_dir or run.config.data_dir, quiet=quiet)
 
 
 @contextmanager
@@ -54,7 +43,7 @@ def saying(what: str, quiet: bool = False) -> Iterator[None]:
         yield
 
 
-def track(items: Sequence[T], what: str, quiet: bool = False) -> Iterator[T]:
+def track(items: Sequence[Any], what: str, quiet: bool = False) -> Iterator[Any]:
     """The items, with a bar on standard error where that is a terminal."""
     from rich.console import Console
     from rich.progress import track as rich_track

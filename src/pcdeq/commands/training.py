@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Checkpoint, DataDir, Device, Flag, Json, RunFolder, show
+from pcdeq.commands.shared import Checkpoint, Device, Flag, Json, RunDataDir, RunFolder, show
 from pcdeq.errors import DataError, UsageError
 from pcdeq.recipes import TrainConfig, find_row
 
@@ -109,7 +109,7 @@ class Evaluate:
     device: Device = "auto"
     batch_size: int = 256
     """Images at a time."""
-    data_dir: DataDir = None
+    data_dir: RunDataDir = None
     json: Json = False
 
     def run(self) -> None:
@@ -118,8 +118,6 @@ class Evaluate:
         from pcdeq.training import Run, evaluate
         from pcdeq.training.display import mean
 
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size must be at least 1, got {self.batch_size}")
         run = Run.open(self.folder)
         evaluation, dataset = evaluate(
             run,

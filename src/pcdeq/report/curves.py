@@ -116,9 +116,8 @@ def _plot(axes: Axes, family: Family, quantity: Quantity) -> list[dict[str, Any]
 
 def _zoom(axes: Axes, data: list[dict[str, Any]]) -> None:
     """Leave out the first epochs' low accuracies where they would hide the differences of the later ones."""
-    lows = sorted(entry["low"] for entry in data)
+    bottom = sorted(entry["low"] for entry in data)[len(data) // 10]
     highest = max(entry["high"] for entry in data)
-    bottom = lows[len(lows) // 10]
     margin = 0.1 * max(highest - bottom, 0.1)
     axes.set_ylim(bottom - margin, highest + margin)
 

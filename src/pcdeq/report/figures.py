@@ -116,12 +116,10 @@ def _draw_confusion(axes: Axes, evaluation: Evaluation, classes: tuple[str, ...]
     wrong.fill_diagonal_(0)  # colour shows the errors; the diagonal would outshine them
     axes.imshow(wrong.numpy(), cmap="Oranges", vmin=0, vmax=max(1.0, float(wrong.max())))
     if len(classes) <= 20:
-        for i in range(len(classes)):
-            for j in range(len(classes)):
-                if counts[i, j]:
-                    dark = wrong[i, j] > 0.6 * wrong.max()
-                    colour = "0.45" if i == j else "white" if dark else "black"
-                    axes.text(j, i, f"{int(counts[i, j])}", ha="center", va="center", fontsize=8, color=colour)
+        for i, j in counts.nonzero().tolist():
+            dark = wrong[i, j] > 0.6 * wrong.max()
+            colour = "0.45" if i == j else "white" if dark else "black"
+            axes.text(j, i, f"{int(counts[i, j])}", ha="center", va="center", fontsize=8, color=colour)
         long = max(map(len, classes)) > 2
         axes.set_xticks(range(len(classes)), classes, rotation=90 if long else 0)
         axes.set_yticks(range(len(classes)), classes)

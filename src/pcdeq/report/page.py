@@ -160,13 +160,8 @@ def _class(column: str) -> str:
 
 
 def _cell(column: str, text: str) -> str:
-    kind = _class(column)
-    if column in ("claim", "measured"):
-        kind += " wrap"
-    if column == "verdict":
-        kind += {"held": " held", "did not hold": " failed"}.get(text, "")
-    content = f"<code>{html.escape(text)}</code>" if column == "command" else html.escape(text)
-    return f'<td class="{kind}">{content}</td>'
+    verdict = {"held": " held", "did not hold": " failed"}.get(text, "")
+    return f'<td class="{_class(column)}{verdict}">{html.escape(text)}</td>'
 
 
 def _figure(chart: Chart) -> str:

@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pcdeq.data import load_dataset
 from pcdeq.equation import Equation
 from pcdeq.errors import PcdeqError
 from pcdeq.models import Network, load, pcdeq_layers, pretrained_names
@@ -34,6 +33,7 @@ TESTED_IMAGES = 2_000  # for accuracy
 MOST_STEPS = 40
 TOLERANCES = tuple(10.0**-digits for digits in range(7))
 ROUNDING = 1e-13  # distances below it are of rounding, in float64
+Entries = list[dict[str, Any]]  # what was drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def _subjects_of(family: Family, data_dir: Path | None) -> list[Subject]:
     for activation, line in family.lines.items():
         if (network := _network_of(line)) is not None:
             run = line.runs[0]
-            test = load_dataset(family.data, data_dir=data_dir or run.config.data_dir, quiet=True).test
+            test = run.dataset(data_dir).test
             chosen = spread(len(test), TESTED_IMAGES)
             images = run.preprocessing(test.images[chosen])
             subjects.append(Subject(activation, family.title, network, images, test.labels[chosen]))
@@ -88,14 +88,13 @@ def _network_of(line: Line) -> Network | None:
     return load(name) if name in pretrained_names() else None
 
 
-def exact(equation: Equation) -> Tensor:
-    """z* to all digits of float64: plain steps until they change nothing but the last ones."""
-    z = equation.at_zero()
+def exact(equation: Equation, start: Tensor | None = None) -> Tensor:
+    """z* to all digits of float64: plain steps, by default from 0, until they change nothing but the last ones."""
+    z = equation.at_zero() if start is None else start
     for _ in range(5_000):
-        new = equation(z)
-        if torch.allclose(new, z, rtol=1e-15, atol=0):
-            return new
-        z = new
+        z, before = equation(z), z
+        if torch.allclose(z, before, rtol=1e-15, atol=0):
+            break
     return z
 
 
@@ -138,7 +137,7 @@ def draw_convergence(subjects: list[Subject]) -> Chart:
         "residual": ("change in the step", {"color": ORANGE, "linestyle": "--"}),
     }
 
-    def draw(axes: Axes, equation: Equation) -> list[dict[str, Any]]:
+    def draw(axes: Axes, equation: Equation) -> Entries:
         entries = trace(equation)
         for key, (label, look) in looks.items():
             axes.plot(range(1, len(entries) + 1), [entry[key] for entry in entries], label=label, **look)
@@ -157,7 +156,7 @@ def draw_convergence(subjects: list[Subject]) -> Chart:
 def draw_solvers(subjects: list[Subject]) -> Chart:
     """Error after so many steps, Picard against Anderson, both from g(0) without a warm start."""
 
-    def draw(axes: Axes, equation: Equation) -> list[dict[str, Any]]:
+    def draw(axes: Axes, equation: Equation) -> Entries:
         solution, entries = exact(equation).flatten(1), []
         for kind, colour, style in ((Picard, ORANGE, "--"), (Anderson, BLUE, "-")):
             errors = []
@@ -178,15 +177,12 @@ def draw_solvers(subjects: list[Subject]) -> Chart:
 
 
 def _by_activation(
-    subjects: list[Subject],
-    title: str,
-    labels: tuple[str, str],
-    draw: Callable[[Axes, Equation], list[dict[str, Any]]],
-) -> tuple[Figure, list[dict[str, Any]]]:
+    subjects: list[Subject], title: str, labels: tuple[str, str], draw: Callable[[Axes, Equation], Entries]
+) -> tuple[Figure, Entries]:
     """A panel for each network, with a logarithmic axis, and what ``draw`` says that it drew."""
     figure = new_figure(3.1 * len(subjects) + 0.6, 3.6, f"{title}: {subjects[0].title}")
     panels = figure.subplots(1, len(subjects), sharey=True, squeeze=False)[0]
-    data: list[dict[str, Any]] = []
+    data: Entries = []
     for number, (subject, axes) in enumerate(zip(subjects, panels, strict=True)):
         axes.set(yscale="log")
         data += [{"activation": subject.activation, **entry} for entry in draw(axes, subject.equation())]
@@ -201,7 +197,7 @@ def draw_tolerances(subjects: list[Subject]) -> Chart:
     figure = new_figure(11.0, 3.6, f"how exact need it be? {subjects[0].title}")
     panels = figure.subplots(1, 3)
     panels[1].sharey(panels[0])
-    data: list[dict[str, Any]] = []
+    data: Entries = []
     for solver, axes in zip(("plain", "ours"), panels, strict=False):
         for subject in subjects:
             found = [_at_tolerance(subject, tol, solver) for tol in TOLERANCES]
@@ -210,13 +206,15 @@ def draw_tolerances(subjects: list[Subject]) -> Chart:
                 same = 100 * float((one.predictions == found[-1].predictions).double().mean())
                 entry = {"solver": solver, "tol": tol, "accuracy": one.accuracy, "steps": count, "same_class_%": same}
                 data.append({"activation": subject.activation, **entry})
-            _by_tolerance(axes, subject, [one.accuracy for one in found])
-            _by_tolerance(panels[2], subject, steps, alpha=0.45 if solver == "plain" else 1.0)
-    label = f"accuracy on {len(subjects[0].labels):,} test images, %"
-    finish(panels[0], "tolerance", label, title="plain iteration from 0")
-    finish(panels[1], "tolerance", "", title="ours", legend=False)
-    title = "steps: plain (pale) and ours"
-    finish(panels[2], "tolerance", "steps per solve", title=title, legend=False)
+            look = {"marker": "o", "ms": 3, **LOOKS[subject.activation]}
+            axes.plot(TOLERANCES, [one.accuracy for one in found], **look)
+            panels[2].plot(TOLERANCES, steps, alpha=0.45 if solver == "plain" else 1.0, **look)
+    labels = (f"accuracy on {len(subjects[0].labels):,} test images, %", "", "steps per solve")
+    titles = ("plain iteration from 0", "ours", "steps: plain (pale) and ours")
+    for axes, label, title in zip(panels, labels, titles, strict=True):
+        axes.set(xscale="log")
+        axes.xaxis.set_inverted(True)
+        finish(axes, "tolerance", label, title=title, legend=axes is panels[0])
     caption = f"Accuracy and steps against the tolerance of the solves: {subjects[0].title}."
     return Chart("tolerance", caption, figure, data)
 
@@ -229,12 +227,6 @@ def _at_tolerance(subject: Subject, tol: float, solver: str) -> Evaluation:
         else:
             layer.solver = layer.solver.with_options(tol=tol)
     return measure(network, zip(subject.images.split(250), subject.labels.split(250), strict=True))
-
-
-def _by_tolerance(axes: Axes, subject: Subject, values: list[float], alpha: float = 1.0) -> None:
-    axes.plot(TOLERANCES, values, marker="o", ms=3, alpha=alpha, **LOOKS[subject.activation])
-    axes.set(xscale="log")
-    axes.xaxis.set_inverted(True)
 
 
 def draw_studies(subjects: list[Subject]) -> list[Chart]:

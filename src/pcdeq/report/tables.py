@@ -86,18 +86,14 @@ class Line:
         """What to type to get this line."""
         data = self.data if "/" not in self.data else Path(self.data).name
         if self.changes or self.row.name == "demo":  # `reproduce` trains the paper's rows as they are
-            parts = ["pcdeq train", self.row.name, "--data", data, "--seed", str(self.runs[0].config.seed)]
-            parts += self.changes
+            start, options = f"pcdeq train {self.row.name}", {"data": data, "seed": self.runs[0].config.seed}
         else:
-            parts = ["pcdeq reproduce", data, "--rows", self.row.name]
-            parts += ["--runs", str(len(self.runs))] if self.runs else []
-        if self.runs and self.epochs != self.row.epochs:
-            parts += ["--epochs", str(self.epochs)]
-        if self.steps_per_epoch is not None:
-            parts += ["--steps-per-epoch", str(self.steps_per_epoch)]
-        if self.solver != "default":
-            parts += ["--solver", self.solver]
-        return " ".join(parts)
+            start, options = f"pcdeq reproduce {data}", {"rows": self.row.name, "runs": len(self.runs) or None}
+        options["epochs"] = self.epochs if self.runs and self.epochs != self.row.epochs else None
+        options["steps_per_epoch"] = self.steps_per_epoch
+        options["solver"] = None if self.solver == "default" else self.solver
+        typed = [_option(name, value) for name, value in options.items() if value is not None]
+        return " ".join([start, *typed, *self.changes])
 
     def cells(self) -> dict[str, str]:
         """The line for people, by column."""

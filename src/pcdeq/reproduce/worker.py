@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pcdeq.reproduce.plan import Job
-from pcdeq.training import resume, summarise, train
+from pcdeq.training import Run, resume, summarise, train
 from pcdeq.training.display import Display
 
 PULSE_SECONDS = 1.0
@@ -31,8 +31,7 @@ def work(job: Job, tell: Callable[[Pulse], None] = lambda pulse: None) -> None:
         else:
             resume(job.folder, epochs=job.epochs, device=config.device, data_dir=config.data_dir, progress=display)
     if job.stage == "trained":
-        assert job.run is not None
-        summarise(job.run)
+        summarise(Run.open(job.folder))
 
 
 class _Pulses(Display):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from pcdeq import files
+from pcdeq.data import Dataset, load_dataset
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.models import Preprocessing, pretrained_names
 from pcdeq.models.description import Description
@@ -152,6 +153,10 @@ class Run(os.PathLike[str]):
     def preprocessing(self) -> Preprocessing:
         """How the images were normalised, and the names of the classes."""
         return self._told[2]
+
+    def dataset(self, data_dir: Path | None = None, *, quiet: bool = True) -> Dataset:
+        """What it was trained on; ``data_dir`` says where that is now."""
+        return load_dataset(self.config.data, data_dir=data_dir or self.config.data_dir, quiet=quiet)
 
     @property
     def metrics(self) -> list[EpochMetrics]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from pcdeq.data import Dataset, load_dataset
+from pcdeq.data import Dataset
 from pcdeq.errors import DataError, UsageError
 from pcdeq.models import load
 from pcdeq.proofs.certify import certify
@@ -38,7 +38,7 @@ def summarise(run: Run, dataset: Dataset | None = None) -> Summary:
     >>> summary.parameters, summary.certified, summary.certified_of
     (6474, 1000, 1000)
     """
-    dataset = dataset or load_dataset(run.config.data, data_dir=run.config.data_dir, quiet=True)
+    dataset = dataset or run.dataset()
     network = load(run)
     chosen = spread(len(dataset.test), CERTIFIED_IMAGES)
     try:

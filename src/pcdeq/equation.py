@@ -15,6 +15,8 @@ from pcdeq.solvers import Problem
 
 # Newton's method makes one matrix of this many rows per sample.
 LARGEST_MATRIX = 4096
+# Gradients between these are solved for as they are: squares of their residuals, too, are within float32.
+SMALLEST, LARGEST = 1e-8, 1e8
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,19 @@ class Adjoint:
         """The same in y = Wᵀu + v, u = Dy, started at v: what the paper iterates."""
         return Problem(lambda y: self.pull(self.slope * y) + self.grad, self.grad)
 
-    def scaled(self) -> tuple[Adjoint, Tensor]:
+    def scaled(self) -> tuple[Adjoint, Tensor | float]:
         """The equation for a v of about 1 in each sample, and the factor that takes its solution back.
 
         The equation is linear, so nothing changes but that numbers near the ends of the floating point range are kept
-        away from them; a power of 2 rounds nothing.
+        away from them; a power of 2 rounds nothing. Where all are far from the ends, it is the equation as it is.
         """
         dims = tuple(range(1, self.grad.ndim))
-        peak = self.grad.abs().amax(dims, keepdim=True) if self.grad.numel() else self.grad
+        if not self.grad.numel():
+            return self, 1.0
+        peak = torch.linalg.vector_norm(self.grad, ord=torch.inf, dim=dims, keepdim=True)
+        usual = (peak > SMALLEST) & (peak < LARGEST)
+        if self.grad.is_cpu and bool(usual.all()):  # elsewhere it would make the host wait
+            return self, 1.0
         exponent = torch.frexp(torch.nan_to_num(peak, nan=1.0, posinf=1.0)).exponent.clamp(-126, 126)
         factor = torch.ldexp(torch.ones_like(peak), exponent)
         return replace(self, grad=self.grad / factor), factor

@@ -177,7 +177,8 @@ def nonnegative_weight(v: Tensor, g: Tensor | None = None) -> Tensor:
     """The weight in use, from the parameters that are learned."""
     if g is None:
         return v.clamp(min=0.0)
-    return _directions(v)[0] * g.clamp(min=0.0)
+    direction, _, _ = _directions(v)
+    return direction * g.clamp(min=0.0)
 
 
 def _directions(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,10 +320,9 @@ class Conv(Operator):
 
 
 def _row_norm(v: Tensor) -> Tensor:
-    """‖v‖ by rows, for v >= 0; scaled, because the square of a small float32 is 0."""
-    rows = tuple(range(1, v.ndim))
-    peak = v.detach().amax(rows, keepdim=True)
-    return peak * torch.linalg.vector_norm(v / (peak + (peak == 0)), dim=rows, keepdim=True)
+    """‖v‖ by rows; in float64 where there is one, because the square of a small float32 is 0."""
+    wide = None if v.device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(v, dim=tuple(range(1, v.ndim)), keepdim=True, dtype=wide).to(v.dtype)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ TINY_FLOOR = 1e-16
 def inject(x: Tensor, kind: int, floor: float) -> Tensor:
     """log(1 + exp(5x)) / 5 + floor, positive, for pcDEQ-1; max(x, 0) + floor, nonnegative, for pcDEQ-2."""
     if kind == 1:
-        return softplus(x).add_(floor)  # in place: its gradient is made of x, not of this
+        return softplus(x) + floor
     return F.relu(x) + floor if floor else F.relu(x)
 
 

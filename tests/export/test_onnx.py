@@ -64,8 +64,11 @@ def test_a_loop_stops_by_its_residual_in_onnxruntime(tanh, pixels, tmp_path, cap
     file = OnnxFile(write_export(tanh, tmp_path / "loop.onnx", plan))
     assert file.metadata["pcdeq.logit_error_basis"] == "measured on 500 images"
     agreement = compare(tanh, file, pixels)
-    assert agreement.same_class == 1000
     assert agreement.difference <= plan.error
+    with torch.no_grad():
+        best, second = tanh(tanh.preprocessing.normalise(pixels)).topk(2).values.T
+    decided = int((best - second > 2 * plan.error).sum())  # the rest may go either way, and there are few
+    assert agreement.same_class >= decided >= 990
     logits, converged = plan.graph(pixels)
     theirs, theirs_converged = map(torch.from_numpy, file.outputs(pixels))
     torch.testing.assert_close(theirs, logits, atol=1e-4, rtol=1e-4)

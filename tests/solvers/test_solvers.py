@@ -22,6 +22,7 @@ from problems import (
 
 import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
+from pcdeq.kernels import binding
 from pcdeq.solvers import Problem, run
 from pcdeq.testing import SolverConformance
 
@@ -145,6 +146,10 @@ class TestFastPath:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fast, plain = run(problem, solver), run(dataclasses.replace(problem, form=None), solver)
+            limits = {"steps_before": problem.steps, "max_steps": solver.max_steps}
+            asked = (problem.form, None, problem.guess, problem.box)
+            by_kernel = binding.solve(*asked, tol=solver.tol, decay=solver.decay, **limits) is not None
+        assert by_kernel is (problem.form.activation in binding._CODES)  # else the two are one
         assert fast.outcome is plain.outcome
         assert torch.equal(fast.converged, plain.converged)
         # Sums in another order may tip a sample over the threshold one step sooner or later.

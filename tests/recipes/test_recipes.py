@@ -100,6 +100,57 @@ class TestRows:
             rows("imagenet")
 
 
+CLASSES = ("l", "sc", "mc", "mc-aug")
+
+
+class TestOurRecipe:
+    def test_every_pcdeq_has_one_of_its_class_and_the_network_stays(self):
+        for row in rows():
+            if row.family == "pcdeq":
+                ours = row.with_recipe("fast")
+                assert (ours.name, ours.channels, ours.parameters, ours.accuracy, ours.augment) == (
+                    (row.name, row.channels, row.parameters, row.accuracy, row.augment)
+                )
+                assert ours.recipe == "fast" and ours.epochs < row.epochs / 2
+                assert ours.with_recipe("paper") == row == row.with_recipe("paper")
+
+    @pytest.mark.parametrize("kind", CLASSES)
+    def test_within_a_class_only_rate_and_epochs_differ(self, kind):
+        of_the_row = {"row", "data", "channels", "flip"}
+        found = [row for row in rows() if row.family == "pcdeq" and row.kind == kind]
+        configs = [TrainConfig(row.name, data=row.dataset, recipe="fast").resolve() for row in found]
+        assert len(configs) >= 4
+        for config in configs:
+            assert config.changes_from(configs[0]).keys() <= {"lr", "epochs"} | of_the_row
+
+    def test_the_most_special_entry_counts(self, monkeypatch):
+        epochs = {"svhn sigmoid": 1, "svhn": 2, "sigmoid": 3, "other": 4}
+        monkeypatch.setitem(find_row.__globals__["_FAST"], "mc", {"epochs": epochs})
+        cases = [("svhn", "2-mc-sigmoid"), ("svhn", "1-mc-tanh"), ("mnist", "2-mc-sigmoid"), ("mnist", "1-mc-tanh")]
+        found = [find_row(f"pcdeq-{name}", data, recipe="fast").epochs for data, name in cases]
+        assert found == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("name", ["deq-mc-relu6", "explicit-l-tanh", "mondeq-l"])
+    def test_baselines_of_a_class_share_it(self, name):
+        row, like = find_row(name, recipe="fast"), find_row(f"pcdeq-1-{name.split('-')[1]}-tanh", recipe="fast")
+        assert (row.epochs, row.lr, row.schedule) == (like.epochs, like.lr, like.schedule)
+        assert row.weight_decay == find_row(name).weight_decay
+
+    def test_a_class_without_one_is_refused(self):
+        with pytest.raises(UsageError, match="there is no recipe fast for mondeq-mt; it is for l, sc, mc and mc-aug"):
+            TrainConfig("mondeq-mt", data="mnist", recipe="fast").resolve()
+
+    def test_it_fills_in_and_the_user_overrides(self):
+        config = TrainConfig("pcdeq-1-l-tanh", data="mnist", recipe="fast", lr=0.1).resolve()
+        assert (config.lr, config.schedule, config.lr_step) == (0.1, "one-cycle", None)
+        assert config.changes_from(TrainConfig("pcdeq-1-l-tanh", data="mnist").resolve())["recipe"] == "fast"
+
+    def test_a_run_of_before_is_the_papers(self):
+        config = TrainConfig("pcdeq-1-l-tanh", data="mnist").resolve()
+        before = {name: value for name, value in config.to_dict().items() if name != "recipe"}
+        assert TrainConfig.from_dict(before).resolve() == config
+
+
 class TestConfig:
     def test_demo_is_the_default(self):
         config = TrainConfig().resolve()

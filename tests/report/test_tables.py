@@ -77,6 +77,16 @@ def test_more_epochs_than_the_papers_are_not_compared(tmp_path):
     assert line.command.endswith("--epochs 60")
 
 
+def test_a_short_run_of_our_recipe_is_whole(tmp_path):
+    make_run(tmp_path / "paper", "pcdeq-1-l-tanh", 40, test_accuracy=98.0)
+    make_run(tmp_path / "fast", "pcdeq-1-l-tanh", 10, test_accuracy=98.5, settings={"recipe": "fast"})
+    runs = [*find_runs(tmp_path / "fast"), *find_runs(tmp_path / "paper")]
+    papers, ours = only(collect(runs)["mnist"], "pcdeq-1-l-tanh")
+    assert (papers.row.recipe, ours.row.recipe, ours.is_full) == ("paper", "fast", True)
+    assert ours.difference == pytest.approx(0.3)
+    assert ours.command == "pcdeq reproduce mnist --rows pcdeq-1-l-tanh --runs 1 --recipe fast"
+
+
 def test_the_demo_has_a_command_of_its_own(tmp_path):
     make_run(tmp_path, "demo", 5)
     (line,) = only(collect(find_runs(tmp_path))["mnist"], "demo")

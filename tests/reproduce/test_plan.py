@@ -38,6 +38,17 @@ def test_settings_reach_the_runs(tmp_path):
     assert pickle.loads(pickle.dumps(job)) == job  # as Ray sends it
 
 
+def test_our_recipe_is_another_run_of_the_same_row(tmp_path):
+    (job,) = plan(("cifar10",), pattern="pcdeq-1-mc-relu6", runs=1, runs_dir=tmp_path, recipe="fast")
+    assert (job.name, job.epochs) == ("pcdeq-1-mc-relu6-cifar10-fast-seed0", 10)
+    assert job.config.resolve().schedule == "one-cycle"
+    assert {job.config.row for job in plan(("mnist",), runs=1, runs_dir=tmp_path, recipe="fast")} == {
+        row.name for row in rows("mnist") if row.topology in ("l", "sc", "mc")
+    }
+    with pytest.raises(UsageError, match="no row of mnist with a recipe fast matches 'node'"):
+        plan(("mnist",), pattern="node", runs_dir=tmp_path, recipe="fast")
+
+
 def test_grey_pictures_follow_mnist(tiny_data, tmp_path):
     (job,) = tiny_plan(tiny_data, tmp_path, runs=1)
     assert job.epochs == 40

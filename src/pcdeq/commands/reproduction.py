@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from pcdeq.commands.shared import DataDir, Device, Flag, show, table
 from pcdeq.errors import PcdeqError, UsageError
-from pcdeq.recipes import PAPER_DATASETS, TrainConfig
+from pcdeq.recipes import PAPER_DATASETS, Recipe, TrainConfig
 
 if TYPE_CHECKING:
     from pcdeq.reproduce import Job
@@ -34,8 +34,10 @@ class Reproduce:
     """Only rows whose names match, as in 'pcdeq-1-mc-*' (`pcdeq list` shows them)."""
     runs: int = 5
     """Runs of each row, with seeds 0, 1, ..."""
+    recipe: Recipe = "paper"
+    """paper: its epochs and rates; fast: ours, of few epochs, for the rows that have one (`pcdeq list`)."""
     epochs: int | None = None
-    """Epochs of each run, the first of the full length's; of a one-cycle row a whole cycle. (default: the row's)"""
+    """Epochs of each run, the first of the full length's; of a one-cycle row a whole cycle. (default: the recipe's)"""
     steps_per_epoch: int | None = None
     """End each epoch after so many steps, for a model too slow for whole passes. (default: no)"""
     solver: Literal["default", "paper", "picard", "anderson"] = "default"
@@ -75,7 +77,7 @@ class Reproduce:
             datasets = (str(Path(self.what).resolve()),)
         # Fetch the data once, before many want them at once.
         shapes = [load_dataset(data, data_dir=self.data_dir, quiet=self.json).image_shape for data in datasets]
-        names = ("runs", "runs_dir", "epochs", "solver", "steps_per_epoch", "device", "data_dir")
+        names = ("runs", "runs_dir", "recipe", "epochs", "solver", "steps_per_epoch", "device", "data_dir")
         settings = {name: getattr(self, name) for name in names}
         jobs = plan(datasets, pattern=self.rows, image_channels=shapes[0][0], **settings)
         self._do(jobs, given)

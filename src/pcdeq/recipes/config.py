@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pcdeq.errors import UsageError
-from pcdeq.recipes.rows import Schedule, find_row, paper_dataset
+from pcdeq.recipes.rows import Recipe, Schedule, find_row, paper_dataset
 
 ImageShape = tuple[int, int, int]  # (channels, height, width)
 
@@ -38,6 +38,8 @@ class TrainConfig:
     _: KW_ONLY
     data: str = "mnist-mini"
     """Data set by name (`pcdeq data` shows them), or the path of your own."""
+    recipe: Recipe = "paper"
+    """paper: the row's own epochs and rates; fast: ours, of few epochs, for the same network and data."""
     channels: tuple[int, ...] | None = None
     """Width of each equilibrium layer. (default: the row's)"""
     epochs: int | None = None
@@ -89,7 +91,7 @@ class TrainConfig:
     data_dir: Path | None = None
     """Where data sets are kept. (default: the user's cache)"""
     out: Path | None = None
-    """Run folder; must be new or empty. (default: runs/ROW-DATA-seedK)"""
+    """Run folder; must be new or empty. (default: runs/ROW-DATA-seedK, and what is not usual before seed)"""
 
     def __post_init__(self) -> None:
         for name, (given, wanted) in _FROM_JSON.items():
@@ -106,7 +108,7 @@ class TrainConfig:
     def resolve(self, image_shape: ImageShape | None = None) -> ResolvedConfig:
         """Fill in from the row whatever was left open; ``image_shape`` helps with data of your own."""
         image_channels = None if image_shape is None else image_shape[0]
-        row = find_row(self.row, self.data, image_channels)
+        row = find_row(self.row, self.data, image_channels, recipe=self.recipe)
         filled = {name: vars(row).get(name) if value is None else value for name, value in vars(self).items()}
         if filled["schedule"] != "step":
             if self.lr_step or self.lr_factor:
@@ -117,6 +119,17 @@ class TrainConfig:
         if self.flip is None:
             filled["flip"] = filled["augment"] and paper_dataset(self.data, image_channels) == "cifar10"
         return ResolvedConfig(**{**filled, "row": row.name})
+
+    @property
+    def run_name(self) -> str:
+        """What its run folder is called, unless it is told.
+
+        >>> TrainConfig("pcdeq-1-l-tanh", data="mnist", recipe="fast", seed=2).run_name
+        'pcdeq-1-l-tanh-mnist-fast-seed2'
+        """
+        recipe = [] if self.recipe == "paper" else [self.recipe]
+        solver = [] if self.solver == "default" else [self.solver]
+        return "-".join([self.row, Path(self.data).stem, *recipe, *solver, f"seed{self.seed}"])
 
     def changes_from(self, other: TrainConfig) -> dict[str, Any]:
         """The settings in which this differs from another configuration, but for where a run is made.

@@ -16,15 +16,17 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from pcdeq.errors import UsageError
 
 Family = Literal["pcdeq", "mondeq", "node", "anode", "deq", "explicit"]
 Topology = Literal["l", "sc", "mc", "mt", "ode"]
 Schedule = Literal["step", "one-cycle", "constant"]
+Recipe = Literal["paper", "fast"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,44 @@ class Row:
     lr_factor: float | None
     weight_decay: float
     augment: bool
+    recipe: Recipe = "paper"
+
+    @property
+    def kind(self) -> str:
+        """The class of networks to which it belongs, as recipes go: its topology, and whether it is augmented."""
+        return f"{self.topology}-aug" if self.augment else self.topology
+
+    def has_recipe(self, recipe: Recipe) -> bool:
+        """Whether it can be trained by this recipe."""
+        return recipe == "paper" or self.kind in _FAST
+
+    def with_recipe(self, recipe: Recipe) -> Row:
+        """The same network on the same data, trained by a recipe: the paper's own, or ours of its class.
+
+        >>> row = find_row("pcdeq-1-mc-relu6", "cifar10")
+        >>> row.epochs, row.with_recipe("fast").epochs
+        (50, 10)
+        >>> find_row("node").with_recipe("fast")
+        Traceback (most recent call last):
+        ...
+        pcdeq.errors.UsageError: there is no recipe fast for node; it is for l, sc, mc and mc-aug
+        """
+        if recipe == self.recipe:
+            return self
+        if recipe == "paper":
+            return find_row(self.name, self.dataset)
+        if not self.has_recipe(recipe):
+            *most, last = _FAST
+            raise UsageError(f"there is no recipe {recipe} for {self.name}; it is for {', '.join(most)} and {last}")
+        values = {name: self._of_this(value) for name, value in _FAST[self.kind].items()}
+        return replace(self, **{"lr_step": None, "lr_factor": None, **values, "recipe": recipe})
+
+    def _of_this(self, value: Any) -> Any:
+        """What a recipe says for this row, where it differs by data and activation."""
+        if not isinstance(value, dict):
+            return value
+        keys = (f"{self.dataset} {self.activation}", self.dataset, self.activation, "other")
+        return next(value[key] for key in keys if key in value)
 
 
 def _name(title: str) -> str:
@@ -102,6 +142,8 @@ def _like(row: Row, family: Family, title: str) -> Row:
 
 with Path(__file__).with_name("paper.csv").open(encoding="utf-8", newline="") as _file:
     _ROWS = tuple(map(_read_row, csv.DictReader(_file)))
+with Path(__file__).with_name("fast.toml").open("rb") as _file:
+    _FAST: dict[str, dict[str, Any]] = tomllib.load(_file)  # by class of networks, settings by name
 _OUR_FAMILIES: dict[Family, str] = {"deq": "DEQ", "explicit": "Explicit"}
 _OURS = tuple(
     _like(row, family, title) for family, title in _OUR_FAMILIES.items() for row in _ROWS if row.family == "pcdeq"
@@ -150,11 +192,11 @@ def paper_dataset(data: str, image_channels: int | None = None) -> str:
     return "mnist" if data in _LIKE_MNIST or image_channels == 1 else "cifar10"
 
 
-def find_row(name: str, data: str = "mnist", image_channels: int | None = None) -> Row:
+def find_row(name: str, data: str = "mnist", image_channels: int | None = None, *, recipe: Recipe = "paper") -> Row:
     """The row called ``name`` for ``data``, or the paper's nearest where it has none for that data.
 
-    Compare the result's ``dataset`` with ``data`` to see whose hyperparameters it holds. The row
-    ``demo`` is ours: the MC ReLU6 network with a schedule that fits in about a minute.
+    Compare the result's ``dataset`` with ``data`` to see whose hyperparameters it holds; ``recipe`` says whether they
+    are the paper's or ours. The row ``demo`` is ours: the MC ReLU6 network with a schedule that fits in about a minute.
 
     >>> find_row("pcdeq-1-l-tanh", "kmnist").dataset, find_row("monDEQ-MT*").name
     ('mnist', 'mondeq-mt-aug')
@@ -173,4 +215,5 @@ def find_row(name: str, data: str = "mnist", image_channels: int | None = None) 
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise UsageError(f"unknown row {name!r}{hint} See `pcdeq list`")
-    return named.get(paper_dataset(data, image_channels)) or next(iter(named.values()))
+    row = named.get(paper_dataset(data, image_channels)) or next(iter(named.values()))
+    return row.with_recipe(recipe)

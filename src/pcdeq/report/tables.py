@@ -89,6 +89,7 @@ class Line:
             start, options = f"pcdeq train {self.row.name}", {"data": data, "seed": self.runs[0].config.seed}
         else:
             start, options = f"pcdeq reproduce {data}", {"rows": self.row.name, "runs": len(self.runs) or None}
+        options["recipe"] = None if self.row.recipe == "paper" else self.row.recipe
         options["epochs"] = self.epochs if self.runs and self.epochs != self.row.epochs else None
         options["steps_per_epoch"] = self.steps_per_epoch
         options["solver"] = None if self.solver == "default" else self.solver
@@ -98,7 +99,8 @@ class Line:
     def cells(self) -> dict[str, str]:
         """The line for people, by column."""
         solver = [] if self.solver == "default" else [f"{self.solver} solver"]
-        title = ", ".join([self.row.title, *solver, *(change.lstrip("-") for change in self.changes)])
+        recipe = [] if self.row.recipe == "paper" else ["our recipe"]
+        title = ", ".join([self.row.title, *recipe, *solver, *(change.lstrip("-") for change in self.changes)])
         ours, proved = self.accuracy, self.certified
         epochs = [line for run in self.runs for line in run.metrics]
         # The median, because a machine is at times busy with other things.
@@ -121,10 +123,10 @@ class Line:
         }
 
     @property
-    def rank(self) -> tuple[str, bool, str, bool, int]:
-        """Of the lines of a row, as it is first, then the usual solver, and the longest training."""
-        cut_short = self.steps_per_epoch is not None
-        return " ".join(self.changes), self.solver != "default", self.solver, cut_short, -self.epochs
+    def rank(self) -> tuple[bool, str, bool, str, bool, int]:
+        """Of the lines of a row, the paper's recipe first, as it is, with the usual solver, in the longest training."""
+        usual = (self.row.recipe == "paper", self.solver == "default", self.steps_per_epoch is None)
+        return not usual[0], " ".join(self.changes), not usual[1], self.solver, not usual[2], -self.epochs
 
 
 def _option(name: str, value: Any) -> str:
@@ -156,13 +158,14 @@ def collect(runs: Iterable[Run], datasets: Sequence[str] = ()) -> dict[str, list
         config = run.config
         if not run.metrics:
             continue
-        kind = (config.data, config.row, len(run.metrics), config.solver, config.steps_per_epoch, _changes(run))
+        which = (config.data, config.row, config.recipe)
+        kind = (*which, len(run.metrics), config.solver, config.steps_per_epoch, _changes(run))
         group = alike.setdefault(kind, [])
         if config.seed not in [other.config.seed for other in group]:  # a repetition is not another run
             group.append(run)
     found: dict[str, list[Line]] = {data: [] for data in datasets}
-    for (data, name, *training), group in alike.items():
-        row = find_row(name, data, group[0].image_shape[0])
+    for (data, name, recipe, *training), group in alike.items():
+        row = find_row(name, data, group[0].image_shape[0], recipe=recipe)
         found.setdefault(data, []).append(Line(row, data, tuple(group), *training))
     others = sorted(found.keys() - set(PAPER_DATASETS))
     return {data: _in_order(data, found[data]) for data in (*PAPER_DATASETS, *others) if data in found}
@@ -174,8 +177,9 @@ _FREE = {"seed", "deterministic", "solver", "epochs", "steps_per_epoch"}
 
 def _changes(run: Run) -> tuple[str, ...]:
     """The settings of a run that are not its row's."""
-    usual = TrainConfig(run.config.row, data=run.config.data).resolve(run.image_shape)
-    return tuple(_option(*item) for item in run.config.changes_from(usual).items() if item[0] not in _FREE)
+    config = run.config
+    usual = TrainConfig(config.row, data=config.data, recipe=config.recipe).resolve(run.image_shape)
+    return tuple(_option(*item) for item in config.changes_from(usual).items() if item[0] not in _FREE)
 
 
 def _in_order(data: str, lines: Sequence[Line]) -> list[Line]:

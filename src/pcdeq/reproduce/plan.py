@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from pcdeq.errors import UsageError
-from pcdeq.recipes import PAPER_DATASETS, TrainConfig, own_rows, paper_dataset, rows
+from pcdeq.recipes import PAPER_DATASETS, Recipe, TrainConfig, own_rows, paper_dataset, rows
 from pcdeq.training import EpochMetrics, Run, read_summary
 from pcdeq.training.run import RUNS
 
@@ -78,6 +78,7 @@ def plan(
     runs_dir: Path = RUNS,
     image_channels: int | None = None,
     epochs: int | None = None,
+    recipe: Recipe = "paper",
     **settings: Any,
 ) -> list[Job]:
     """The runs of all rows whose names match, first seeds first, so that every row soon has a number.
@@ -86,7 +87,8 @@ def plan(
         datasets: of the paper; or others, which follow the rows of the one they resemble.
         pattern: for row names, as for file names. Rows that are not the paper's must be asked for.
         image_channels: of data that are not the paper's, to choose the rows by.
-        epochs: of each run; by default the row's.
+        epochs: of each run; by default the recipe's.
+        recipe: the paper's, or ours, for the rows that have one.
         settings: of `TrainConfig`, the same for all runs.
 
     >>> [job.name for job in plan(("mnist",), pattern="pcdeq-?-l-*d", runs=2)]
@@ -106,17 +108,16 @@ def plan(
         for data in datasets
         for table in tables
         for row in table(paper_dataset(data, image_channels))
-        if fnmatchcase(row.name, pattern)
+        if fnmatchcase(row.name, pattern) and row.has_recipe(recipe)
     ]
     if not chosen:
-        raise UsageError(f"no row of {', '.join(datasets)} matches {pattern!r}; see `pcdeq list`")
+        which = "" if recipe == "paper" else f" with a recipe {recipe}"
+        raise UsageError(f"no row of {', '.join(datasets)}{which} matches {pattern!r}; see `pcdeq list`")
     jobs = []
     for seed in range(runs):
         for row, data in chosen:
-            wanted = row.epochs if epochs is None else epochs
-            config = TrainConfig(row.name, data=data, seed=seed, epochs=wanted, **settings)
-            solver = "" if config.solver == "default" else f"-{config.solver}"  # else as `pcdeq train` names it
-            folder = runs_dir.expanduser().resolve() / f"{row.name}-{Path(data).stem}{solver}-seed{seed}"
-            jobs.append(Job(replace(config, out=folder)))
+            wanted = row.with_recipe(recipe).epochs if epochs is None else epochs
+            config = TrainConfig(row.name, data=data, recipe=recipe, seed=seed, epochs=wanted, **settings)
+            jobs.append(Job(replace(config, out=runs_dir.expanduser().resolve() / config.run_name)))
             jobs[-1].require_same()
     return jobs

@@ -268,10 +268,9 @@ def _new_folder(config: ResolvedConfig) -> Path:
             )
         config.out.mkdir(parents=True, exist_ok=True)
         return config.out
-    name = f"{config.row}-{Path(config.data).stem}-seed{config.seed}"
     number = 1
     while True:
-        path = RUNS / (name if number == 1 else f"{name}-{number}")
+        path = RUNS / (config.run_name if number == 1 else f"{config.run_name}-{number}")
         with suppress(FileExistsError):
             path.mkdir(parents=True)  # of two processes that try at once, one succeeds
             return path

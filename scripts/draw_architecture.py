@@ -33,6 +33,7 @@ WHAT = {
     "proofs.trusted": "is it what it is called?",
     "layers": "PcDEQ: injection + operator + activation + solver",
     "implicit": "the one autograd function: solve forward, solve the adjoint backward",
+    "maps": "the fixed point of any map of yours",
     "proofs.certified": "a solve until a bound or a question is met",
     "proofs.gradient": "bounds on gradients",
     "proofs.order": "bounds on z*",
@@ -42,6 +43,7 @@ WHAT = {
     "activations": "s: value, slope, sup",
     "operators": "W >= 0: apply, adjoint",
     "solvers": "one loop; init and step",
+    "autograd": "a gradient put in place of another",
     "files": "whole or not at all",
     "kernels": "C, and the one way to it",
     "errors": "one type, few children",
@@ -52,10 +54,10 @@ WHAT = {
 COLOURS = {
     "#f1e6f7": {"cli", "commands"},
     "#e3ecf9": {"report", "reproduce", "export", "training"},
-    "#e2f3ec": {"models", "layers", "implicit", "residual", "testing"},
+    "#e2f3ec": {"models", "layers", "implicit", "maps", "residual", "testing"},
     "#fde6e1": {"proofs", "theory"},
     "#fbf1dd": {"injection", "equation", "activations", "operators", "solvers"},
-    "#eeeeee": {"files", "kernels", "errors"},
+    "#eeeeee": {"autograd", "files", "kernels", "errors"},
     "#e9f1f4": {"data", "recipes"},
 }
 WIDTH, SIDE, LEFT, TOP, GAP = 900, 130, 16, 14, 8

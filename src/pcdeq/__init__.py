@@ -11,8 +11,8 @@ from pcdeq.errors import PcdeqError
 
 if TYPE_CHECKING:
     from pcdeq.activations import Activation
-    from pcdeq.implicit import fixed_point
     from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
+    from pcdeq.maps import fixed_point
     from pcdeq.models import build, freeze, load, load_reference
     from pcdeq.operators import LinearMap, Operator, project_
     from pcdeq.proofs.certified import Certified
@@ -30,8 +30,8 @@ _HOMES = {
     "pcdeq.proofs.order": ("Enclosure",),
     "pcdeq.proofs.certify": ("certify",),
     "pcdeq.proofs.check": ("check",),
-    "pcdeq.implicit": ("fixed_point",),
     "pcdeq.layers": ("PcDEQ", "PcDEQConv1d", "PcDEQConv2d", "PcDEQConv3d", "PcDEQLinear"),
+    "pcdeq.maps": ("fixed_point",),
     "pcdeq.models": ("build", "freeze", "load", "load_reference"),
     "pcdeq.operators": ("LinearMap", "Operator", "project_"),
     "pcdeq.recipes": ("TrainConfig",),

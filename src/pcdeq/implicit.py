@@ -1,4 +1,4 @@
-"""The gradient of an equilibrium: the one autograd function for them, its cheap variants, and any map's fixed point.
+"""The gradient of an equilibrium: the one autograd function for them, and its cheap variants.
 
 At z = s(Wz + x), with D = diag(s'(Wz + x)) and J = DW, the gradient v of a loss with respect to z
 turns into u = D y with respect to x and u zᵀ with respect to W, where y = Jᵀy + v. In u that is u = D(Wᵀu + v), of the
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pcdeq.activations import ACTIVATIONS
+from pcdeq.autograd import ReplacedGradient, once
 from pcdeq.equation import Adjoint, Equation
-from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.errors import UsageError
 from pcdeq.operators import MAPS, LinearMap
 from pcdeq.proofs.certified import Certified
-from pcdeq.solvers import Anderson, Newton, Picard, Problem, Solution, Solver, SolveStats, Summary, report, run
-from pcdeq.solvers.solver import require_solver
+from pcdeq.solvers import Anderson, Newton, Picard, Solution, Solver, SolveStats, Summary, run
 
 Gradient = Literal["implicit", "phantom", "jacobian-free", "unrolled"]
 GRADIENTS = get_args(Gradient)
@@ -120,7 +120,7 @@ class _Equilibrium(torch.autograd.Function):
             # Not in forward, which a gradient checkpoint runs twice: its second run must equal the first.
             ctx.plan.told(solution.stats, z, linear)
             grad_weight = linear.weight_gradient(z, solution.value) if ctx.needs_input_grad[1] else None
-        return *_once((solution.value, grad_weight), z), None, None, None, None
+        return *once((solution.value, grad_weight), z), None, None, None, None
 
 
 def _with_gradient(equation: Equation, plan: Plan, z: Tensor) -> Tensor:
@@ -134,106 +134,4 @@ def _with_gradient(equation: Equation, plan: Plan, z: Tensor) -> Tensor:
             u = solution.value
             return u, equation.map.weight_gradient(z, u) if weight.requires_grad else None
 
-    return _ReplacedGradient.apply(z, gradients, equation.x, weight)  # pyright: ignore[reportReturnType]
-
-
-def fixed_point(
-    fn: Callable[..., Tensor],
-    z0: Tensor,
-    *params: Tensor,
-    solver: Solver | None = None,
-    adjoint_solver: Solver | None = None,
-) -> Tensor:
-    """The fixed point ``z = fn(z, *params)`` of any map of yours, with the implicit gradient.
-
-    Gradients reach ``params`` and every tensor that ``fn`` closes over. Dimension 0 of ``z0`` counts
-    samples that do not influence each other, unless ``z0`` is a vector. About a map of unknown structure
-    nothing is promised: if the solver does not converge, it says so.
-
-    >>> import torch, pcdeq
-    >>> a = torch.tensor([0.5], requires_grad=True)
-    >>> z = pcdeq.fixed_point(lambda z: torch.cos(a * z), torch.zeros(1), solver=pcdeq.Picard(tol=1e-6))
-    >>> round(z.item(), 4), a.grad is None
-    (0.9004, True)
-    >>> z.backward(); round(a.grad.item(), 4)
-    -0.3218
-    """
-    if not z0.is_floating_point():
-        raise UsageError(f"z0 must be a floating point tensor, got {z0.dtype}")
-    solver = Picard() if solver is None else solver
-    adjoint_solver = solver if adjoint_solver is None else adjoint_solver
-    for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-        if isinstance(given, Certified):
-            raise UsageError("Certified needs the structure of a pcDEQ layer; give fixed_point the solver itself")
-        require_solver(given, name)
-    lift = (1, z0.numel()) if z0.ndim < 2 else tuple(z0.shape)
-    if not z0.numel():
-        return z0.detach()
-    kind = z0.device.type
-    autocast = {
-        "device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)
-    }  # fmt: skip
-
-    def evaluate(z: Tensor) -> Tensor:
-        result = fn(z.reshape(z0.shape), *params)
-        if result.shape != z0.shape:
-            raise UsageError(f"fn maps shape {tuple(z0.shape)} to {tuple(result.shape)}; it must keep the shape")
-        return result.reshape(lift)
-
-    with torch.no_grad():
-        solution = run(Problem(evaluate, z0.detach().reshape(lift)), solver)
-    report(solution.stats, solver, "forward")
-    value = evaluate(solution.value.detach())
-    if not value.requires_grad:
-        return solution.value.reshape(z0.shape)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        # The map is evaluated again, as in gradient checkpointing, so that no second graph is kept.
-        point = solution.value.detach().requires_grad_()
-        with torch.enable_grad(), torch.autocast(**autocast):
-            mapped = evaluate(point)
-
-        def step(y: Tensor) -> Tensor:
-            (pulled,) = torch.autograd.grad(mapped, point, y, retain_graph=True, materialize_grads=True)
-            return pulled + grad
-
-        result = run(Problem(step, grad), adjoint_solver)
-        report(result.stats, adjoint_solver, "backward")
-        return result.value
-
-    return attach_gradient(value, value, adjoint).reshape(z0.shape)
-
-
-def attach_gradient(source: Tensor, value: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """``value``, whose gradient, after ``transform``, goes where that of ``source`` would."""
-    return _ReplacedGradient.apply(value.detach(), lambda grad: (transform(grad),), source)  # pyright: ignore[reportReturnType]
-
-
-def _once(grads: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients, which say, if anybody differentiates them in turn, that there is no second derivative."""
-    if not torch.is_grad_enabled():
-        return grads
-    return tuple(
-        grad if grad is None else _ReplacedGradient.apply(grad, _no_second_derivative, *sources)  # pyright: ignore[reportReturnType]
-        for grad in grads
-    )
-
-
-def _no_second_derivative(grad: Tensor) -> tuple[Tensor]:
-    raise PcdeqError('no second derivative with gradient="implicit"; build the layer with gradient="unrolled"')
-
-
-class _ReplacedGradient(torch.autograd.Function):
-    """Its first argument, with gradients for the sources that a given function makes of the one that comes in."""
-
-    @staticmethod
-    def forward(ctx, value: Tensor, gradients: Callable[..., tuple[Tensor | None, ...]], *sources: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.gradients = gradients
-        ctx.save_for_backward(*sources)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.no_grad():
-            found = ctx.gradients(grad)
-        return None, None, *_once(found, *ctx.saved_tensors)
+    return ReplacedGradient.apply(z, gradients, equation.x, weight)  # pyright: ignore[reportReturnType]

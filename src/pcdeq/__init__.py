@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pcdeq.proofs.certify import certify
     from pcdeq.proofs.check import check
     from pcdeq.proofs.order import Enclosure
+    from pcdeq.recalibration import recalibrate
     from pcdeq.recipes import TrainConfig
     from pcdeq.residual import Residual
     from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
@@ -34,6 +35,7 @@ _HOMES = {
     "pcdeq.maps": ("fixed_point",),
     "pcdeq.models": ("build", "freeze", "load", "load_reference"),
     "pcdeq.operators": ("LinearMap", "Operator", "project_"),
+    "pcdeq.recalibration": ("recalibrate",),
     "pcdeq.recipes": ("TrainConfig",),
     "pcdeq.residual": ("Residual",),
     "pcdeq.solvers": ("Anderson", "Newton", "Outcome", "Picard", "Solution"),
@@ -69,6 +71,7 @@ __all__ = [
     "load",
     "load_reference",
     "project_",
+    "recalibrate",
     "train",
 ]
 

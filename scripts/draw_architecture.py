@@ -45,6 +45,7 @@ WHAT = {
     "solvers": "one loop; init and step",
     "autograd": "a gradient put in place of another",
     "files": "whole or not at all",
+    "trees": "tensors in tuples and dicts",
     "kernels": "C, and the one way to it",
     "errors": "one type, few children",
     "data": "images as tensors",
@@ -57,7 +58,7 @@ COLOURS = {
     "#e2f3ec": {"models", "layers", "implicit", "maps", "residual", "testing"},
     "#fde6e1": {"proofs", "theory"},
     "#fbf1dd": {"injection", "equation", "activations", "operators", "solvers"},
-    "#eeeeee": {"autograd", "files", "kernels", "errors"},
+    "#eeeeee": {"autograd", "files", "kernels", "trees", "errors"},
     "#e9f1f4": {"data", "recipes"},
 }
 WIDTH, SIDE, LEFT, TOP, GAP = 900, 130, 16, 14, 8

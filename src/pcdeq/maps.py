@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,20 +13,26 @@ from pcdeq.errors import UsageError
 from pcdeq.proofs.certified import Certified
 from pcdeq.solvers import Picard, Problem, Solver, report, run
 from pcdeq.solvers.solver import require_solver
+from pcdeq.trees import Packing
+
+Tree = TypeVar("Tree")  # a tensor, or a tuple, list or dict of trees
 
 
 def fixed_point(
-    fn: Callable[..., Tensor],
-    z0: Tensor,
-    *params: Tensor,
+    fn: Callable[..., Tree],
+    z0: Tree,
+    *params: Any,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
-) -> Tensor:
+) -> Tree:
     """The fixed point ``z = fn(z, *params)`` of any map of yours, with the implicit gradient.
 
-    Gradients reach ``params`` and every tensor that ``fn`` closes over. Dimension 0 of ``z0`` counts
-    samples that do not influence each other, unless ``z0`` is a vector. About a map of unknown structure
-    nothing is promised: if the solver does not converge, it says so.
+    z0 is a tensor, or a tuple, list or dict of tensors, nested as you like; so is z, with the same shapes and dtypes.
+    Gradients reach ``params`` and every tensor that ``fn`` closes over; what is kept for them is one evaluation of
+    ``fn``, whatever the number of steps. Dimension 0 counts samples that do not influence each other, each stopped on
+    its own residual, if all tensors of z0 share it and they are not just vectors; if yours do influence each other,
+    use a solver with ``stop="batch"``. A sample's residual is that of all its tensors together. About a map of
+    unknown structure nothing is promised: if the solver does not converge, it says so.
 
     >>> import torch, pcdeq
     >>> a = torch.tensor([0.5], requires_grad=True)
@@ -34,35 +41,39 @@ def fixed_point(
     (0.9004, True)
     >>> z.backward(); round(a.grad.item(), 4)
     -0.3218
+
+    Two variables:
+
+    >>> def step(z):
+    ...     return {"x": torch.cos(z["y"]), "y": torch.sin(z["x"])}
+    >>> z = pcdeq.fixed_point(step, {"x": torch.zeros(2), "y": torch.zeros(2)}, solver=pcdeq.Picard(tol=1e-6))
+    >>> z["x"], z["y"]
+    (tensor([0.7682, 0.7682]), tensor([0.6948, 0.6948]))
     """
-    if not z0.is_floating_point():
-        raise UsageError(f"z0 must be a floating point tensor, got {z0.dtype}")
     solver = Picard() if solver is None else solver
     adjoint_solver = solver if adjoint_solver is None else adjoint_solver
     for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if isinstance(given, Certified):
-            raise UsageError("Certified needs the structure of a pcDEQ layer; give fixed_point the solver itself")
+            raise UsageError(f"{name}: Certified needs a map of known structure, a layer or a pcdeq.ConcaveMap")
         require_solver(given, name)
-    lift = (1, z0.numel()) if z0.ndim < 2 else tuple(z0.shape)
-    if not z0.numel():
-        return z0.detach()
-    kind = z0.device.type
+    packing = Packing(z0, "z0")
+    start = packing.pack(z0, "z0").detach()
+    if not start.numel():
+        return packing.unpack(start)
+    kind = packing.device
     autocast = {
         "device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)
     }  # fmt: skip
 
     def evaluate(z: Tensor) -> Tensor:
-        result = fn(z.reshape(z0.shape), *params)
-        if result.shape != z0.shape:
-            raise UsageError(f"fn maps shape {tuple(z0.shape)} to {tuple(result.shape)}; it must keep the shape")
-        return result.reshape(lift)
+        return packing.pack(fn(packing.unpack(z), *params), "fn")
 
     with torch.no_grad():
-        solution = run(Problem(evaluate, z0.detach().reshape(lift)), solver)
+        solution = run(Problem(evaluate, start), solver)
     report(solution.stats, solver, "forward")
     value = evaluate(solution.value.detach())
     if not value.requires_grad:
-        return solution.value.reshape(z0.shape)
+        return packing.unpack(solution.value)
 
     def adjoint(grad: Tensor) -> Tensor:
         # The map is evaluated again, as in gradient checkpointing, so that no second graph is kept.
@@ -78,4 +89,4 @@ def fixed_point(
         report(result.stats, adjoint_solver, "backward")
         return result.value
 
-    return attach_gradient(value, value, adjoint).reshape(z0.shape)
+    return packing.unpack(attach_gradient(value, value, adjoint))

@@ -45,6 +45,7 @@ WHAT = {
     "solvers": "one loop; init and step",
     "autograd": "a gradient put in place of another",
     "files": "whole or not at all",
+    "recalibration": "batch norms as they are",
     "trees": "tensors in tuples and dicts",
     "kernels": "C, and the one way to it",
     "errors": "one type, few children",
@@ -58,7 +59,7 @@ COLOURS = {
     "#e2f3ec": {"models", "layers", "implicit", "maps", "residual", "testing"},
     "#fde6e1": {"proofs", "theory"},
     "#fbf1dd": {"injection", "equation", "activations", "operators", "solvers"},
-    "#eeeeee": {"autograd", "files", "kernels", "trees", "errors"},
+    "#eeeeee": {"autograd", "files", "kernels", "recalibration", "trees", "errors"},
     "#e9f1f4": {"data", "recipes"},
 }
 WIDTH, SIDE, LEFT, TOP, GAP = 900, 130, 16, 14, 8

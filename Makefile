@@ -31,8 +31,11 @@ $(VENV)/.ready: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/pcdeq train
 
+# A process a core, each with one thread; a file stays in one process, so that its fixtures are made once.
+PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-kernels: setup
 	$(if $(SANITIZE),PYTHON=$(BIN)/python scripts/sanitize_kernels.sh,$(BIN)/python -m pytest tests/kernels)
@@ -42,7 +45,7 @@ PLAIN = tests/solvers tests/proofs tests/faults tests/models tests/training test
 	tests/test_torch_integration.py
 
 test-plain: setup
-	PCDEQ_KERNELS=0 $(BIN)/python -m pytest $(PLAIN)
+	PCDEQ_KERNELS=0 $(PYTEST) $(PLAIN)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -188,7 +188,7 @@ class TestConfig:
             {"epochs": 2.5},
             {"epochs": "5"},
             {"batch_size": 0},
-            {"accumulate": 100},
+            {"accumulate": 100, "batch_size": 64},
             {"lr": 0.0},
             {"lr": float("nan")},
             {"tol": float("inf")},

@@ -34,6 +34,9 @@ def assert_same_state(first: Run, second: Run) -> None:
     assert one.model.keys() == two.model.keys()
     for name, tensor in one.model.items():
         assert torch.equal(tensor, two.model[name]), name
+    assert (one.trained is None) == (two.trained is None)
+    for name, tensor in (one.trained or {}).items():
+        assert torch.equal(tensor, two.trained[name]), name
     assert one.optimizer["param_groups"] == two.optimizer["param_groups"]
     for index, state in one.optimizer["state"].items():
         for name, tensor in state.items():
@@ -148,7 +151,14 @@ class TestResume:
         half.save("last", checkpoint)
         assert_same_state(whole, resume(half.path, epochs=4, progress="none"))
 
-    @pytest.mark.parametrize("settings", [{}, {"row": "demo", "channels": (3, 4, 5), "lr_step": None, "augment": True}])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"row": "demo", "channels": (3, 4, 5), "lr_step": None, "augment": True},
+            {"average": 0.9, "smoothing": 0.1, "loosen": 100.0, "recalibrate": True},
+        ],
+    )
     def test_after_an_interruption_in_the_third_epoch(self, tiny, tmp_path, monkeypatch, settings):
         config = replace(tiny, validation=0.1, **settings)
         whole = train(config, progress="none")

@@ -46,8 +46,8 @@ class TrainConfig:
     """Passes over the training images. (default: the row's)"""
     steps_per_epoch: int | None = None
     """End each epoch after so many optimiser steps, for a model too slow for whole passes. (default: no)"""
-    batch_size: int = 64
-    """Images per optimiser step, over all processes and accumulated parts."""
+    batch_size: int | None = None
+    """Images per optimiser step, over all processes and accumulated parts. (default: the recipe's; the paper's 64)"""
     accumulate: int = 1
     """Split each step's images into so many parts, to save memory; batch norm sees one part at a time."""
     optimizer: str = "AdamW"
@@ -64,6 +64,14 @@ class TrainConfig:
     """What the rate is multiplied with then (schedule step). (default: the row's)"""
     weight_decay: float | None = None
     """Weight decay of all parameters. (default: the row's)"""
+    smoothing: float | None = None
+    """Part of each label that is spread evenly over all classes. (default: the recipe's; the paper's is 0)"""
+    average: float | None = None
+    """Test and save a moving average of the weights, of which each step keeps this part. (default: the recipe's; 0)"""
+    loosen: float | None = None
+    """Begin with a tolerance so many times tol, which is tol again after 4/5 of training. (default: the recipe's; 1)"""
+    recalibrate: bool | None = None
+    """Measure the statistics of batch norm anew, over all training images, at the end. (default: the recipe's; no)"""
     augment: bool | None = None
     """Random crops with padding 4, and flips where they make sense. (default: the row's)"""
     flip: bool | None = None
@@ -102,7 +110,7 @@ class TrainConfig:
             for name in names.split():
                 if (value := getattr(self, name)) is not None and not holds(value):
                     raise UsageError(f"{name} must be {words}, got {value}")
-        if self.accumulate > self.batch_size:
+        if self.batch_size is not None and self.accumulate > self.batch_size:
             raise UsageError(f"accumulate {self.accumulate} is more than batch_size {self.batch_size}")
 
     def resolve(self, image_shape: ImageShape | None = None) -> ResolvedConfig:
@@ -170,6 +178,11 @@ class ResolvedConfig(TrainConfig):
     lr: float = field()
     schedule: Schedule = field()
     weight_decay: float = field()
+    batch_size: int = field()
+    smoothing: float = field()
+    average: float = field()
+    loosen: float = field()
+    recalibrate: bool = field()
     augment: bool = field()
     flip: bool = field()
 
@@ -187,7 +200,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("epochs steps_per_epoch batch_size accumulate lr_step max_steps", "at least 1", lambda value: value >= 1),
     ("weight_decay seed", "at least 0", lambda value: value >= 0),
     ("lr lr_factor tol", "positive and finite", lambda value: 0 < value < float("inf")),
-    ("validation", "a fraction, at least 0 and below 1", lambda value: 0 <= value < 1),
+    ("loosen", "at least 1 and finite", lambda value: 1 <= value < float("inf")),
+    ("validation smoothing average", "a fraction, at least 0 and below 1", lambda value: 0 <= value < 1),
     ("robust_radius", "above 0 and below 1", lambda value: 0 < value < 1),
     ("channels", "positive", lambda value: min(value, default=0) >= 1),
 )

@@ -63,6 +63,11 @@ class Row:
     weight_decay: float
     augment: bool
     recipe: Recipe = "paper"
+    batch_size: int = 64
+    smoothing: float = 0.0
+    average: float = 0.0
+    loosen: float = 1.0
+    recalibrate: bool = False
 
     @property
     def kind(self) -> str:

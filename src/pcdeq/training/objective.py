@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,11 +33,15 @@ class WorstCase(nn.Module):
         return worst_case_scores(self.network, images, labels, radius, limits)
 
 
-def plain_loss(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cross-entropy, for the report and to descend."""
+def plain_loss(
+    model: nn.Module, images: Tensor, labels: Tensor, *, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross-entropy, for the report and, perhaps with smoothed labels, to descend."""
     logits = model(images)
     loss = F.cross_entropy(logits, labels, reduction="sum")
-    return logits, loss, loss
+    if not smoothing:
+        return logits, loss, loss
+    return logits, loss, F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,14 @@ class CertifiedLoss:
     radius: Tensor  # of normalised pixels, (channels, 1, 1)
     limits: tuple[Tensor, Tensor]  # of pictures
     weight: float
+    smoothing: float = 0.0  # of the labels of the images; the worst case is of the label itself
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, worst = model(images, labels, self.radius.to(images.device), self.limits)
         loss = F.cross_entropy(logits, labels, reduction="sum")
+        smoothed = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.smoothing)
         certified = F.cross_entropy(worst, labels, reduction="sum")
-        return logits, loss, (1 - self.weight) * loss + self.weight * certified
+        return logits, loss, (1 - self.weight) * smoothed + self.weight * certified
 
 
 def objective_after(config: ResolvedConfig, preprocessing: Preprocessing, epochs_done: float) -> Objective:
@@ -67,7 +74,7 @@ def objective_after(config: ResolvedConfig, preprocessing: Preprocessing, epochs
     [0.0, 0.1, 0.2, 0.2]
     """
     if config.robust_radius is None:
-        return plain_loss
+        return partial(plain_loss, smoothing=config.smoothing) if config.smoothing else plain_loss
     risen = min(1.0, epochs_done / (RISE * config.epochs))
     radius = preprocessing.scaled(risen * config.robust_radius)
-    return CertifiedLoss(radius, preprocessing.limits(), risen * LARGEST_WEIGHT)
+    return CertifiedLoss(radius, preprocessing.limits(), risen * LARGEST_WEIGHT, config.smoothing)

@@ -16,6 +16,7 @@ from pcdeq.recipes import ResolvedConfig
 
 WARM_UP = 0.2  # part of a one-cycle run in which the rate rises
 START = 1 / 25  # of the peak rate, where it begins
+TIGHT = 0.8  # part of a run after which solves are as fine as their tolerance says
 
 # They need a closure or sparse gradients, which this trainer does not have.
 _UNSUITABLE = {"Optimizer", "LBFGS", "SparseAdam"}
@@ -96,6 +97,20 @@ def learning_rate(config: ResolvedConfig, epochs_done: float) -> float:
             return config.lr * (START + (1 - START) * _half_cosine(progress / WARM_UP))
         return config.lr * _half_cosine((1 - progress) / (1 - WARM_UP))
     return config.lr
+
+
+def looseness(config: ResolvedConfig, epochs_done: float) -> float:
+    """How many times its tolerance a solve may miss after so many epochs; a pure function, too.
+
+    Early in training gradients are so rough that a rough equilibrium will do. From ``loosen`` it falls, by the same
+    factor in the same time, to 1, and stays there for the last part.
+
+    >>> from pcdeq.recipes import TrainConfig
+    >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=10, loosen=100.0).resolve()
+    >>> [round(looseness(config, done), 3) for done in (0, 4, 8, 9.5)]
+    [100.0, 10.0, 1.0, 1.0]
+    """
+    return config.loosen ** max(0.0, 1 - epochs_done / (TIGHT * config.epochs))
 
 
 def _half_cosine(x: float) -> float:

@@ -83,6 +83,7 @@ class Checkpoint:
     optimizer: dict[str, Any]
     scaler: dict[str, Any] | None = None
     best_accuracy: float | None = None
+    trained: dict[str, Tensor] | None = None  # the values to go on from, where the model is an average of such
     network: Description | None = None  # what the weights are of, to be saved with them
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +21,17 @@ from torch.optim import Optimizer
 
 from pcdeq.data import Batches, dataset_names, load_dataset, split_validation
 from pcdeq.errors import DataError, UsageError
-from pcdeq.models import Network, Preprocessing
+from pcdeq.models import Network, Preprocessing, equilibrium_layers
 from pcdeq.models.description import Description
 from pcdeq.models.registry import make_network
 from pcdeq.operators import project_
+from pcdeq.recalibration import recalibrate
 from pcdeq.recipes import ResolvedConfig, TrainConfig
+from pcdeq.solvers import SolvingLayer
+from pcdeq.training.averaging import Average
 from pcdeq.training.evaluation import EVALUATION_BATCH, pick_device
 from pcdeq.training.objective import WorstCase
-from pcdeq.training.optim import make_optimizer, restore_optimizer
+from pcdeq.training.optim import looseness, make_optimizer, restore_optimizer
 from pcdeq.training.run import Checkpoint, Run
 
 
@@ -42,24 +48,49 @@ class Session:
     train: Batches
     test: Batches
     validation: Batches | None
+    calibration: Batches | None  # all training images, if the statistics of batch norm are to be measured at the end
+    average: Average | None
+    solvers: list[tuple[SolvingLayer, Any, Any]]  # of each equilibrium layer, forward and backward, at full tolerance
     epoch_images: int  # of training, in an epoch
     data_line: str  # what the data are, for people
 
-    def step(self) -> None:
+    def step(self, number: int) -> None:
         """Move the weights along the gradients, project them, and forget the gradients."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         project_(self.network)
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(number)
+
+    def set_tolerance(self, epochs_done: float) -> None:
+        """Solve as finely as is due after so many epochs."""
+        if self.config.loosen == 1.0:
+            return
+        factor = looseness(self.config, epochs_done)
+        for layer, forward, backward in self.solvers:
+            layer.solver = forward.with_options(tol=factor * forward.tol)
+            layer.adjoint_solver = backward.with_options(tol=factor * backward.tol)
+
+    @contextmanager
+    def shown(self, *, at_the_end: bool) -> Iterator[None]:
+        """The network is meanwhile what is tested and saved: averaged, with exact statistics, if so configured."""
+        self.set_tolerance(self.config.epochs)
+        with nullcontext() if self.average is None else self.average.applied():
+            if at_the_end and self.calibration is not None:
+                # A last batch of a single image has no statistics.
+                recalibrate(self.network, (images for images, labels in self.calibration if len(labels) > 1))
+            yield
 
     def checkpoint(self, epoch: int, best_accuracy: float | None) -> Checkpoint:
-        """The state of training, to be saved."""
+        """The state of training, to be saved while it is `shown`."""
         return Checkpoint(
             epoch=epoch,
             model=self.network.state_dict(),
             optimizer=self.optimizer.state_dict(),
             scaler=self.scaler.state_dict() or None,
             best_accuracy=best_accuracy,
+            trained=None if self.average is None else self.average.trained,
             network=Description.of(self.network),
         )
 
@@ -68,6 +99,9 @@ class Session:
         try:
             self.network.load_state_dict(checkpoint.model)
             restore_optimizer(self.optimizer, checkpoint.optimizer)
+            if self.average is not None:
+                self.average.restart()
+                self.average.load(checkpoint.trained or {})
         except (RuntimeError, ValueError, KeyError) as error:
             raise DataError(f"the checkpoint does not fit the run's configuration: {error}") from error
         if checkpoint.scaler is not None:
@@ -115,6 +149,7 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         world_size=accelerator.num_processes,
         channels_last=True,
     )
+    layers = equilibrium_layers(network)
     training = {"shuffle": True, "augment": resolved.augment, "flip": resolved.flip, "seed": resolved.seed}
     at_once = max(EVALUATION_BATCH, accelerator.num_processes)
     model = accelerator.prepare(network if resolved.robust_radius is None else WorstCase(network))
@@ -128,6 +163,12 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         train=batches(train, resolved.batch_size, **training),
         test=batches(dataset.test, at_once),
         validation=None if held_out is None else batches(held_out, at_once),
+        # Of the whole in each process, so that the statistics do not depend on how many there are.
+        calibration=batches(train, resolved.batch_size, rank=0, world_size=1, **training)
+        if resolved.recalibrate
+        else None,
+        average=Average(network, resolved.average) if resolved.average else None,
+        solvers=[(layer, layer.solver, layer.adjoint_solver) for layer in layers],
         epoch_images=min(len(train), (resolved.steps_per_epoch or len(train)) * resolved.batch_size),
         data_line=dataset.describe(),
     )

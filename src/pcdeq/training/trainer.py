@@ -89,10 +89,8 @@ def resume(
     """
     run, display = Run.open(run), make_display(progress)
     config = run.config
-    if epochs not in (None, config.epochs) and config.schedule == "one-cycle":
-        raise UsageError(f"the one-cycle rate was planned for {config.epochs} epochs; they cannot be changed")
-    if epochs not in (None, config.epochs) and config.robust_radius is not None:
-        raise UsageError(f"the rise of the radius was planned for {config.epochs} epochs; they cannot be changed")
+    if epochs not in (None, config.epochs):
+        _require_no_plan(config)
     changes = {"epochs": epochs, "device": device, "data_dir": data_dir}
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     session = open_session(config, run, quiet=not isinstance(display, Lines))
@@ -113,15 +111,18 @@ def _fit(session: Session, run: Run, display: Display) -> Run:
             display.start(_headline(session, run), config.epochs, session.epoch_images, done)
             _start_tracker(session, run)
             for epoch in range(done + 1, config.epochs + 1):
-                metrics = _run_epoch(session, epoch, display)
-                score = metrics.validation_accuracy
-                improved = score is not None and (best is None or score > best)
-                best = score if improved else best
-                if main:  # the line before the checkpoint: resuming drops a line too many, but cannot invent one
-                    run.append_metrics(metrics)
-                    if improved:
-                        run.save("best", session.checkpoint(epoch, best))
-                    run.save("last", session.checkpoint(epoch, best))
+                start = time.perf_counter()
+                tally = _train_epoch(session, epoch, display)
+                with session.shown(at_the_end=epoch == config.epochs):
+                    metrics = _measure(session, epoch, tally, start)
+                    score = metrics.validation_accuracy
+                    improved = score is not None and (best is None or score > best)
+                    best = score if improved else best
+                    if main:  # the line before the checkpoint: resuming drops a line too many, but cannot invent one
+                        run.append_metrics(metrics)
+                        if improved:
+                            run.save("best", session.checkpoint(epoch, best))
+                        run.save("last", session.checkpoint(epoch, best))
                 session.accelerator.log(_for_tracker(metrics), step=epoch)
                 display.epoch(metrics)
     except KeyboardInterrupt as stop:
@@ -132,10 +133,21 @@ def _fit(session: Session, run: Run, display: Display) -> Run:
     return run
 
 
-def _run_epoch(session: Session, epoch: int, display: Display) -> EpochMetrics:
-    """Train for one epoch and test the result."""
-    start = time.perf_counter()
-    tally = _train_epoch(session, epoch, display)
+def _require_no_plan(config: ResolvedConfig) -> None:
+    """Refuse another number of epochs than the one by which training was laid out."""
+    plans = {
+        "the one-cycle rate was": config.schedule == "one-cycle",
+        "the rise of the radius was": config.robust_radius is not None,
+        "the tightening of the tolerance was": config.loosen != 1.0,
+        "the new statistics of batch norm were": config.recalibrate,
+    }
+    for what, planned in plans.items():
+        if planned:
+            raise UsageError(f"{what} planned for {config.epochs} epochs; they cannot be changed")
+
+
+def _measure(session: Session, epoch: int, tally: Tally, start: float) -> EpochMetrics:
+    """What came of an epoch that began at ``start``."""
     loss, hits, images, solves, unconverged, *steps = session.total(tally.sums())
     forward, backward = steps[: len(tally.layers)], steps[len(tally.layers) :]
     _require_finite(loss, session, epoch)
@@ -184,11 +196,12 @@ def _train_epoch(session: Session, epoch: int, display: Display) -> Tally:
         if batch_images < 2 * accelerator.num_processes:
             break  # a last batch of a single image has no batch statistics
         epochs_done = epoch - 1 + step / steps
+        session.set_tolerance(epochs_done)
         for group in session.optimizer.param_groups:
             group["lr"] = learning_rate(config, epochs_done)
         objective = objective_after(config, session.preprocessing, epochs_done)
         add_gradients(accelerator, session.model, images, labels, batch_images, config.accumulate, tally, objective)
-        session.step()
+        session.step((epoch - 1) * steps + step + 1)
         if display.due():
             done = (epoch - 1) * session.epoch_images + step * config.batch_size + batch_images
             display.step(done, *tally.recent())

@@ -31,7 +31,8 @@ NETWORKS: dict[tuple[Family, Topology], type[Network]] = {
     ("explicit", "mc"): ExplicitMC,
 }
 
-_SOLVERS = {"default": None, "paper": Picard(stop="batch"), "picard": Picard(), "anderson": Anderson()}
+PAPERS_SOLVER = Picard(stop="batch")
+_SOLVERS = {"default": None, "paper": PAPERS_SOLVER, "picard": Picard(), "anderson": Anderson()}
 _IMAGE_SHAPES: dict[str, ImageShape] = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32)}
 
 

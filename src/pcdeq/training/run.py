@@ -61,6 +61,9 @@ class EpochMetrics:
     largest_singular_value: tuple[float, ...]  # of W, for the dense layers
     seconds: float
     test_seconds: float
+    # What the paper counts, per pcDEQ layer, on a few batches at the end of the epoch; of older runs not known.
+    paper_forward_steps: tuple[float, ...] = ()
+    paper_backward_steps: tuple[float, ...] = ()
 
     @classmethod
     def from_json(cls, line: str) -> EpochMetrics:

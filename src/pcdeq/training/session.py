@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -29,6 +30,7 @@ from pcdeq.recalibration import recalibrate
 from pcdeq.recipes import ResolvedConfig, TrainConfig
 from pcdeq.solvers import SolvingLayer
 from pcdeq.training.averaging import Average
+from pcdeq.training.counting import BATCH_SIZE, batches_to_count
 from pcdeq.training.evaluation import EVALUATION_BATCH, pick_device
 from pcdeq.training.objective import WorstCase
 from pcdeq.training.optim import looseness, make_optimizer, restore_optimizer
@@ -48,6 +50,7 @@ class Session:
     train: Batches
     test: Batches
     validation: Batches | None
+    counted: list[tuple[Tensor, Tensor]]  # images and labels on which the steps that the paper counts are counted
     calibration: Batches | None  # all training images, if the statistics of batch norm are to be measured at the end
     average: Average | None
     solvers: list[tuple[SolvingLayer, Any, Any]]  # of each equilibrium layer, forward and backward, at full tolerance
@@ -163,6 +166,9 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         train=batches(train, resolved.batch_size, **training),
         test=batches(dataset.test, at_once),
         validation=None if held_out is None else batches(held_out, at_once),
+        counted=_draw_to_count(
+            batches(train, min(BATCH_SIZE, len(train)), rank=0, world_size=1, shuffle=True), resolved
+        ),
         # Of the whole in each process, so that the statistics do not depend on how many there are.
         calibration=batches(train, resolved.batch_size, rank=0, world_size=1, **training)
         if resolved.recalibrate
@@ -172,6 +178,12 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
         epoch_images=min(len(train), (resolved.steps_per_epoch or len(train)) * resolved.batch_size),
         data_line=dataset.describe(),
     )
+
+
+def _draw_to_count(batches: Batches, config: ResolvedConfig) -> list[tuple[Tensor, Tensor]]:
+    """The same few batches for every run on these data."""
+    steps = min(len(batches), config.steps_per_epoch or len(batches))
+    return list(islice(batches, batches_to_count(steps)))
 
 
 def seed_everything(seed: int, epoch: int, rank: int = 0) -> None:

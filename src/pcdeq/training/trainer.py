@@ -31,6 +31,7 @@ from pcdeq.errors import ConvergenceWarning, PcdeqError, UsageError
 from pcdeq.layers import PcDEQLinear
 from pcdeq.models import equilibrium_layers
 from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
+from pcdeq.training.counting import count_papers_steps
 from pcdeq.training.display import Display, Lines, ProgressKind, make_display
 from pcdeq.training.evaluation import Device, measure
 from pcdeq.training.objective import Objective, objective_after, plain_loss
@@ -157,6 +158,8 @@ def _measure(session: Session, epoch: int, tally: Tally, start: float) -> EpochM
     _require_finite(test_loss, session, epoch)  # the last step may have been the one too far
     validation = None if session.validation is None else _evaluate(session, session.validation)[1]
     layers = [layer for layer in tally.layers if isinstance(layer, PcDEQLinear)]
+    tested = time.perf_counter()
+    papers_forward, papers_backward = count_papers_steps(session.network, session.counted)
     dense = [layer.operator.effective_weight().detach() for layer in layers]
     return EpochMetrics(
         epoch=epoch,
@@ -171,7 +174,9 @@ def _measure(session: Session, epoch: int, tally: Tally, start: float) -> EpochM
         unconverged=int(unconverged),
         largest_singular_value=tuple(float(torch.linalg.matrix_norm(weight, ord=2)) for weight in dense),
         seconds=trained - start,
-        test_seconds=time.perf_counter() - trained,
+        test_seconds=tested - trained,
+        paper_forward_steps=papers_forward,
+        paper_backward_steps=papers_backward,
     )
 
 

@@ -2,6 +2,7 @@
 # make test     set up and run the tests
 # make test-kernels     set up and run the tests of the C kernels; SANITIZE=1: built with gcc's sanitizers
 # make test-plain   set up and run the tests of layers, solvers, gradients, bounds and training without the C kernels
+# make test-core    make an environment with nothing but the core, and run the core's tests in it
 # make docs     set up and build the documentation into docs/_build; a warning is an error
 # make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
@@ -11,8 +12,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+INSTALL = pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo test test-kernels test-plain lint docs check bench dist test-wheel clean
+.PHONY: help setup demo test test-kernels test-plain test-core lint docs check bench dist test-wheel clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -21,11 +23,11 @@ setup: $(VENV)/.ready
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/$(INSTALL) -e '.[train]'
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/$(INSTALL) -e '.[test]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -47,6 +49,20 @@ PLAIN = tests/solvers tests/proofs tests/faults tests/models tests/training test
 test-plain: setup
 	PCDEQ_KERNELS=0 $(PYTEST) $(PLAIN)
 
+# What `pip install` without extras must do: layers, solvers, gradients, bounds, networks and their files. Two files of
+# tests that take long and import nothing more are left to `make test`.
+CORE = tests/solvers tests/proofs tests/theory tests/recipes tests/test_activations.py tests/test_layers.py \
+	tests/test_implicit.py tests/test_operators.py tests/test_maps.py tests/test_mistakes.py tests/test_recalibration.py \
+	tests/test_extras.py $(addprefix tests/models/test_, networks.py batch_norm.py frozen.py reference.py \
+	first_steps.py description.py) $(addprefix src/pcdeq/, activations.py implicit.py injection.py layers.py maps.py \
+	operators.py recalibration.py residual.py solvers proofs theory recipes) src/pcdeq/models/store.py
+
+test-core:
+	$(PYTHON) -m venv --clear $(VENV)-core
+	$(VENV)-core/bin/$(INSTALL) -e . pytest hypothesis
+	$(VENV)-core/bin/python -m pytest -p no:cacheprovider $(CORE) \
+		--ignore tests/proofs/test_theorems.py --ignore tests/proofs/test_worst_case.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,10 +73,10 @@ docs: setup
 	$(BIN)/python -m sphinx -E -W --keep-going -q docs docs/_build
 	@echo open docs/_build/index.html
 
-check: lint docs test test-plain
+check: lint docs test test-plain test-core
 
 bench: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	$(BIN)/$(INSTALL) -e '.[test,bench]'
 ifdef AGAINST
 	$(BIN)/python benchmarks/against.py $(AGAINST) $(BENCH)
 else
@@ -77,4 +93,4 @@ test-wheel: dist
 	PYTHON=$(PYTHON) scripts/test_wheel.sh dist/*.whl
 
 clean:
-	rm -rf $(VENV) build dist .bench .pytest_cache .ruff_cache .hypothesis docs/_build docs/results
+	rm -rf $(VENV) $(VENV)-core build dist .bench .pytest_cache .ruff_cache .hypothesis docs/_build docs/results

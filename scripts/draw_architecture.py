@@ -48,6 +48,7 @@ WHAT = {
     "recalibration": "batch norms as they are",
     "trees": "tensors in tuples and dicts",
     "kernels": "C, and the one way to it",
+    "extras": "what is not installed, and how to",
     "errors": "one type, few children",
     "data": "images as tensors",
     "recipes": "the paper's tables",
@@ -59,7 +60,7 @@ COLOURS = {
     "#e2f3ec": {"models", "layers", "implicit", "maps", "residual", "testing"},
     "#fde6e1": {"proofs", "theory"},
     "#fbf1dd": {"injection", "equation", "activations", "operators", "solvers"},
-    "#eeeeee": {"autograd", "files", "kernels", "recalibration", "trees", "errors"},
+    "#eeeeee": {"autograd", "files", "kernels", "recalibration", "trees", "extras", "errors"},
     "#e9f1f4": {"data", "recipes"},
 }
 WIDTH, SIDE, LEFT, TOP, GAP = 900, 130, 16, 14, 8

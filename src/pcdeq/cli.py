@@ -13,14 +13,14 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NoReturn
-
-import tyro
-import tyro.extras
+from typing import TYPE_CHECKING, NoReturn
 
 from pcdeq._version import __version__
-from pcdeq.commands import COMMANDS, Command
 from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.extras import needing
+
+if TYPE_CHECKING:
+    from pcdeq.commands import Command
 
 DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
   pcdeq train                                     learn handwritten digits, in about a minute, offline
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pcdeq {__version__}")
         return 0
     try:
-        parse(arguments).run()
+        with needing("train", "the command line"):
+            parse(arguments).run()
         return 0
     except PcdeqError as error:
         _complain(str(error))
@@ -79,6 +80,10 @@ def leave(code: int) -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> Command:
     """The command that the arguments spell, or a `UsageError` that says in one line what is wrong."""
+    import tyro.extras
+
+    from pcdeq.commands import COMMANDS
+
     names = {kind.__name__.lower(): kind for kind in COMMANDS}
     messages = io.StringIO()
     try:

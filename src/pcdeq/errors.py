@@ -31,6 +31,10 @@ class DataError(PcdeqError):
     """A data file or a checkpoint is missing, corrupt, truncated or of another kind."""
 
 
+class MissingExtra(PcdeqError, ImportError):
+    """A package is missing that only some parts need; the message has the command that installs it."""
+
+
 class ConvergenceError(PcdeqError, RuntimeError):
     """A solve did not reach its tolerance and the solver was told to throw."""
 

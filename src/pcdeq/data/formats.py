@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from pcdeq.errors import DataError
+from pcdeq.extras import needing
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -76,7 +77,8 @@ def read_cifar10(path: Path, *, per_file: int = 10_000) -> tuple[Arrays, Arrays]
 
 def read_svhn(path: Path, *, count: int) -> Arrays:
     """Read one split of SVHN's cropped digits: ``X`` (32, 32, 3, n), ``y`` (n, 1) with 10 for digit 0."""
-    from scipy.io import loadmat
+    with needing("train", "reading SVHN's .mat files"):
+        from scipy.io import loadmat
 
     try:
         content = loadmat(path, variable_names=("X", "y"))

@@ -8,6 +8,7 @@ Swift for TensorFlow; a mirror that serves other bytes does no harm, its file is
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 from pcdeq.data.downloads import DownloadBar
 from pcdeq.errors import DataError, UsageError
+from pcdeq.extras import needing
 
 CONNECT_SECONDS = 10.0  # a dead host must not hold up the mirror behind it for long
 READ_SECONDS = 60.0
@@ -134,9 +136,9 @@ def _belongs_to(dataset: str, file: RemoteFile, path: Path) -> bool:
     rivals = {other.sha256: name for name, files in SOURCES.items() for other in files if other.name == file.name}
     if len(rivals) == 1:
         return True
-    import pooch
-
-    return rivals.get(pooch.file_hash(str(path)), "mnist") == dataset
+    with path.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    return rivals.get(sha256, "mnist") == dataset
 
 
 def _download(dataset: str, file: RemoteFile, quiet: bool) -> Path:
@@ -145,7 +147,8 @@ def _download(dataset: str, file: RemoteFile, quiet: bool) -> Path:
     pooch writes to a temporary file that takes its name only once the checksum is right, so that no
     half-written file is ever used; a cached file is checked again at each use.
     """
-    import pooch
+    with needing("train", f"downloading {dataset}"):
+        import pooch
 
     folder = Path(os.environ.get("PCDEQ_CACHE") or pooch.os_cache("pcdeq")).expanduser() / dataset
     pooch.get_logger().setLevel("WARNING")  # where a file comes from is for our progress bar to say

@@ -12,6 +12,7 @@ import numpy as np
 
 from pcdeq.data.formats import Arrays
 from pcdeq.errors import DataError
+from pcdeq.extras import needing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -114,7 +115,8 @@ def _read_class_folders(root: Path, classes: tuple[str, ...], like: LabelledImag
 
 def open_picture(path: Path) -> Image:
     """A picture file, read whole; a `DataError` says which one cannot be read."""
-    from PIL import Image
+    with needing("train", "reading pictures"):
+        from PIL import Image
 
     try:
         with Image.open(path) as picture:
@@ -127,9 +129,9 @@ def open_picture(path: Path) -> Image:
 
 
 def _pixels(path: Path) -> np.ndarray:
+    image = open_picture(path)
     from PIL import ImageOps
 
-    image = open_picture(path)
     if image.mode in _DEEP_MODES:  # Pillow would cut these off at 255
         raise DataError(f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first")
     upright = ImageOps.exif_transpose(image)

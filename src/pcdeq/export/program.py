@@ -34,6 +34,7 @@ from pcdeq.export.truncation import (
     proved_depth,
     proved_error,
 )
+from pcdeq.extras import needing
 from pcdeq.files import write_file
 from pcdeq.models import Network
 
@@ -239,13 +240,9 @@ def render(plan: Plan, to: Kind, metadata: dict[str, str]) -> bytes:
 def require_onnx(*names: str) -> Any:
     """Import packages of the extra ``onnx``, and return the last; one clear line where one is missing."""
     module: Any = None
-    for name in names:
-        try:
+    with needing("onnx", "ONNX"):
+        for name in names:
             module = importlib.import_module(name)
-        except ImportError as error:
-            raise PcdeqError(
-                f"ONNX needs {name}, which is not installed; in the checkout: pip install -c constraints.txt '.[onnx]'"
-            ) from error
     return module
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pcdeq._version import __version__
 from pcdeq.errors import DataError, PcdeqError, UsageError
+from pcdeq.extras import needing
 from pcdeq.files import find_folder, write_file
 from pcdeq.models.card import model_card
 from pcdeq.models.description import Description
@@ -169,9 +170,10 @@ def from_pretrained(
     """What `load` finds, or else the network in a repository on the Hub."""
     if Path(source).exists() or not _is_repository(str(source)):
         return load(source)
-    try:
+    with needing("hub", "fetching from the Hub"):
         from huggingface_hub import snapshot_download
 
+    try:
         folder = snapshot_download(str(source), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
     except Exception as error:  # of the network, of the Hub, of the disk: their types change between versions
         raise DataError(
@@ -184,11 +186,12 @@ def push_to_hub(model: Network, repository: str, *, private: bool | None = None,
     """Upload the three files to a repository on the Hub, which is made if it is not there; return its address."""
     if not _is_repository(repository):
         raise UsageError(f"a repository is called owner/name, got {repository!r}")
+    with needing("hub", "uploading to the Hub"):
+        from huggingface_hub import create_repo, upload_folder
+
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, folder)
         try:
-            from huggingface_hub import create_repo, upload_folder
-
             address = create_repo(repository, private=private, token=token, exist_ok=True)
             message = f"Upload with pcdeq {__version__}"
             upload_folder(repo_id=repository, folder_path=folder, commit_message=message, token=token)

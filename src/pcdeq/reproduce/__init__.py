@@ -10,9 +10,12 @@ What counts is in the run folders, so that it does not matter who was killed whe
 done, and the rest is done again.
 """
 
-from pcdeq.reproduce.board import Board
-from pcdeq.reproduce.local import run_locally
-from pcdeq.reproduce.on_ray import run_on_ray
-from pcdeq.reproduce.plan import Job, plan
+from pcdeq.extras import needing
+
+with needing("train", "training many runs"):
+    from pcdeq.reproduce.board import Board
+    from pcdeq.reproduce.local import run_locally
+    from pcdeq.reproduce.on_ray import run_on_ray
+    from pcdeq.reproduce.plan import Job, plan
 
 __all__ = ["Board", "Job", "plan", "run_locally", "run_on_ray"]

@@ -7,7 +7,6 @@ must therefore lie on storage that all machines share.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.extras import needing
 from pcdeq.reproduce.board import Board
 from pcdeq.reproduce.plan import Job
 from pcdeq.reproduce.worker import Pulse, work
@@ -34,11 +34,10 @@ def run_on_ray(jobs: Sequence[Job], board: Board, *, cpus: int = 1, gpus: float 
         cpus: that each run asks for, and its number of threads.
         gpus: that each run asks for; may be a fraction.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise UsageError("--on ray needs Ray; in the checkout: pip install -c constraints.txt '.[ray]'")
     if cpus < 1 or gpus < 0:
         raise UsageError(f"cpus must be at least 1 and gpus at least 0, got {cpus} and {gpus}")
-    import ray
+    with needing("ray", "--on ray"):
+        import ray
 
     with contextlib.redirect_stdout(sys.stderr), _connect():  # where Ray tells of workers that died
         _require_room(ray.cluster_resources(), cpus, gpus)

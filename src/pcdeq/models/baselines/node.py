@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcdeq.errors import ConvergenceError, UsageError
+from pcdeq.extras import needing
 from pcdeq.implicit import no_autocast
 from pcdeq.models.networks import LayerOptions, Named, Network, Widths, both_solvers
 from pcdeq.recipes import ImageShape
@@ -74,6 +75,10 @@ class ODEBlock(SolvingLayer):
         if not all(isinstance(solver, Dopri5) for solver in solvers):
             raise UsageError("an ODE is integrated by dopri5: leave the solver at its default; tol can be chosen")
         super().__init__(*solvers)
+        with needing("baselines", "a neural ODE"):  # here, not in the midst of training
+            from torchdiffeq import odeint
+
+        self.odeint = odeint
         self.extra = extra
         self.field = VectorField(channels + extra, filters)
 
@@ -84,14 +89,14 @@ class ODEBlock(SolvingLayer):
 
     def integrate(self, field: Callable[..., Any], start: tuple[Tensor, ...], backward: bool) -> list[Tensor]:
         """The state at time 1, or from there back at time 0."""
-        from torchdiffeq import odeint  # a dependency of the baselines only
-
         way, solver = ("backward", self.adjoint_solver) if backward else ("forward", self.solver)
         times = start[0].new_tensor([1.0, 0.0] if backward else [0.0, 1.0])
         options = {"max_num_steps": solver.max_steps}
         self.field.evaluations = 0
         try:
-            states = odeint(field, start, times, rtol=solver.tol, atol=solver.tol, method="dopri5", options=options)
+            states = self.odeint(
+                field, start, times, rtol=solver.tol, atol=solver.tol, method="dopri5", options=options
+            )
         except AssertionError as error:  # torchdiffeq's way to say that it gave up
             raise ConvergenceError(f"the ODE cannot be integrated {way}: {error}; lower lr, or raise tol") from error
         stats = SolveStats(self.field.evaluations, len(start[0]), 0, 0.0, Outcome.CONVERGED)

@@ -42,7 +42,7 @@ def test_idx_is_read_plain_and_packed_whatever_its_name(tmp_path: Path, pack):
     array = some_images(3, 4, 5)
     path = tmp_path / "name-without-suffix"
     path.write_bytes(pack(idx_bytes(array)))
-    read = formats.read_idx(path)
+    read = formats.read_idx(path, array.shape)
     assert read.dtype == np.uint8
     np.testing.assert_array_equal(read, array)
     read[:] = 0  # torch wants arrays that it may write to
@@ -66,7 +66,7 @@ def test_idx_cut_off_anywhere_is_found(idx_files, size):
 
 def test_idx_with_bytes_behind_its_end_is_found(idx_files):
     idx_files[0].write_bytes(idx_files[0].read_bytes() + b"x")
-    with pytest.raises(DataError, match=r"has 5,489 bytes of data where its header, \(7, 28, 28\), says 5,488"):
+    with pytest.raises(DataError, match=r"has more bytes of data where its header, \(7, 28, 28\), says 5,488"):
         formats.read_idx_split(*idx_files, count=COUNT)
 
 
@@ -77,17 +77,17 @@ def test_gzip_cut_off_or_damaged_is_found(tmp_path: Path):
     for content in (packed[: len(packed) // 2], packed[:-4], packed[:5], bytes(damaged)):
         (tmp_path / "file.gz").write_bytes(content)
         with pytest.raises(DataError, match=r"file\.gz cannot be read"):
-            formats.read_idx(tmp_path / "file.gz")
+            formats.read_idx(tmp_path / "file.gz", (COUNT, 28, 28))
 
 
 def test_idx_of_another_kind_is_found(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(b"<html>404</html>")
     with pytest.raises(DataError, match="file is not an IDX file"):
-        formats.read_idx(path)
+        formats.read_idx(path, (1,))
     path.write_bytes(b"\0\0\x0d\x01" + struct.pack(">If", 1, 0.5))
     with pytest.raises(DataError, match="IDX type 0x0d"):
-        formats.read_idx(path)
+        formats.read_idx(path, (1,))
 
 
 @pytest.mark.parametrize("shape", [(COUNT - 1, 28, 28), (COUNT, 27, 28), (COUNT, 784)])
@@ -160,7 +160,7 @@ def test_cifar10_wrong_member_is_named(cifar_folder: Path, packed):
     content = batch.read_bytes()
     for wrong in (content[:-1], content[: formats.CIFAR10_RECORD], content + b"x"):
         batch.write_bytes(wrong)
-        with pytest.raises(DataError, match=r"data_batch_3\.bin has .* bytes, not 2 records of 3,073"):
+        with pytest.raises(DataError, match=r"data_batch_3\.bin does not have the 6,146 bytes of 2 records"):
             read()
     batch.write_bytes(b"\x0a" + content[1:])
     with pytest.raises(DataError, match=r"data_batch_3\.bin has the label 10 at record 0"):
@@ -177,7 +177,7 @@ def test_cifar10_archive_cut_off_or_of_another_kind_is_found(cifar_folder: Path)
     damaged[-6] ^= 1  # within the CRC
     for wrong in (content[: len(content) // 2], content[:-4], b"", b"<html>404</html>", bytes(damaged)):
         path.write_bytes(wrong)
-        with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz (cannot be unpacked|lacks)"):
+        with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz (cannot be read|lacks)"):
             formats.read_cifar10(path, per_file=2)
 
 
@@ -217,10 +217,10 @@ def test_svhn_cut_off_is_found(tmp_path: Path, compressed):
     ("change", "message"),
     [
         ({"y": np.array([[1], [2], [0], [4], [5], [6], [7]])}, "has the label 0 at record 2"),
-        ({"y": np.array([[1], [2]])}, r"holds an array of shape \(2,\), not \(7,\)"),
+        ({"y": np.array([[1], [2]])}, r"y is \(\(2, 1\), .*\), not 7 numbers"),
         ({"X": np.zeros((32, 32, 3, 6), np.uint8)}, r"not \(32, 32, 3, 7\)"),
-        ({"X": np.zeros((32, 32, 3, 7))}, "images and labels of type float64 and uint8, not of uint8"),
-        ({"y": np.array(list("1234567"))[:, None]}, "labels of type uint8 and <U1, not of uint8"),
+        ({"X": np.zeros((32, 32, 3, 7))}, "'double'\\), not .* of uint8"),
+        ({"y": np.array(list("1234567"))[:, None]}, "y is .*'char'\\), not 7 numbers"),
     ],
 )
 def test_svhn_with_other_content_is_found(tmp_path: Path, change, message):
@@ -241,4 +241,4 @@ def test_missing_files_are_named(tmp_path: Path, cifar_folder: Path):
     with pytest.raises(DataError, match=r"cifar-10-batches-bin lacks data_batch_1\.bin"):
         formats.read_cifar10(cifar_folder)
     with pytest.raises(DataError, match="nowhere cannot be read"):
-        formats.read_idx(tmp_path / "nowhere")
+        formats.read_idx(tmp_path / "nowhere", (COUNT,))

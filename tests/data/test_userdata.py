@@ -204,7 +204,7 @@ def test_npz_that_does_not_fit_is_found(npz: Path, change, message):
 
 
 def test_npz_without_the_arrays_is_found(npz: Path):
-    with pytest.raises(DataError, match=r"has the arrays \['a', 'images'\]"):
+    with pytest.raises(DataError, match=r"of these it has \['images'\]"):
         read_npz(write(npz, a=PIXELS, images=PIXELS))
 
 

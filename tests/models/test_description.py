@@ -48,9 +48,8 @@ def test_it_is_made_without_memory_where_that_is_wished(family, topology):
 
 def test_values_that_are_no_json_are_refused_when_a_network_is_described():
     model = L((4,))
-    model.preprocessing = Preprocessing((float("nan"),), (1.0,), tuple("0123456789"))
-    with pytest.raises(UsageError, match=r"finite numbers only: .*nan"):
-        Description.of(model)
+    with pytest.raises(UsageError, match=r"means must be finite, .*nan"):
+        Preprocessing((float("nan"),), (1.0,), tuple("0123456789"))
     model.preprocessing = Preprocessing((0.0,), (1.0,), ("one", "two"))
     with pytest.raises(UsageError, match="not of 1 channels and 10 classes"):
         Description.of(model)

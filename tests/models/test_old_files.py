@@ -17,7 +17,7 @@ import torch
 import pcdeq
 from pcdeq.models import Network, Preprocessing, equilibrium_layers, load, pretrained_names
 from pcdeq.models.registry import make_network
-from pcdeq.models.store import read_weights, to_bytes
+from pcdeq.models.store import read_header, to_bytes
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Run
 
@@ -92,4 +92,4 @@ def test_a_folder_for_the_hub():
     assert layer.adjoint_solver == pcdeq.Anderson(memory=2)
     assert network.training_facts.row == "pcdeq-1-l-tanh"
     assert_same(network, "saved")
-    assert read_weights(OLD / "saved" / "model.safetensors")[0] is None
+    assert read_header(OLD / "saved" / "model.safetensors") is None

@@ -18,7 +18,7 @@ from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.models import MC, SC, L, Network, Preprocessing, equilibrium_layers, load, pretrained_names
 from pcdeq.models.card import model_card
 from pcdeq.models.description import Description
-from pcdeq.models.store import read_weights, to_bytes
+from pcdeq.models.store import read_header, read_weights, to_bytes
 from pcdeq.recipes import TrainConfig, find_row
 from pcdeq.training import Run, train
 
@@ -73,7 +73,7 @@ def test_every_file_of_weights_says_what_it_is(run, tmp_path):
         copy = load(source)
         assert (copy.preprocessing, copy.channels, copy.training) == (run.preprocessing, (8,), False)
         assert copy(images).equal(network(images))
-    headers = [read_weights(path)[0] for path in (lonely, tmp_path / "saved" / "model.safetensors")]
+    headers = [read_header(path) for path in (lonely, tmp_path / "saved" / "model.safetensors")]
     assert headers[0] | {"training": None} == headers[1] | {"training": None}
     assert headers[1] == json.loads((tmp_path / "saved" / "config.json").read_text())
 
@@ -176,7 +176,7 @@ class TestRefused:
             ({"layers": None}, "does not describe"),
             ({"preprocessing": {"mean": [0.0]}}, "std"),
             ({"num_classes": "ten"}, "num_classes must be int, got 'ten'"),
-            ({"num_classes": 10**400}, "does not describe"),
+            ({"num_classes": 10**400}, "too many digits"),
             ({"image_shape": [-1, -28, 28]}, "must be above 0"),
             ({"image_shape": [1, 28]}, "image_shape must be"),
             ({"family": "bert"}, "family must be"),
@@ -184,7 +184,10 @@ class TestRefused:
             ({"topology": "ode"}, "no network ode of the family pcdeq"),
             ({"training": {"test_accuracy": "high"}}, "test_accuracy must be"),
             ({"training": {"author": "me"}}, "unknown or missing: author"),
-            ({"preprocessing": {"mean": [0.0], "std": [float("nan")], "classes": list("0123456789")}}, "nan"),
+            (
+                {"preprocessing": {"mean": [0.0], "std": [float("nan")], "classes": list("0123456789")}},
+                "not a finite number",
+            ),
             ({"preprocessing": {"mean": [0.0], "std": [1.0], "classes": ["0"]}}, "1 channels and 10 classes"),
         ],
     )
@@ -200,7 +203,6 @@ class TestRefused:
         [
             ("floor", "0.5"),
             ("floor", -1.0),
-            ("floor", float("inf")),
             ("weight_norm", 1),
             ("gradient", "none"),
             ("gradient_steps", 2.5),
@@ -369,7 +371,7 @@ class TestOfThePackage:
         content = to_bytes(network.state_dict(), Description.of(network))
         assert str(run.path).encode() not in content
         (run.path / "packed.safetensors").write_bytes(content)
-        _, tensors = read_weights(run.path / "packed.safetensors")
+        tensors = read_weights(run.path / "packed.safetensors")
         for name, tensor in run.load().model.items():
             assert torch.equal(tensors[name], tensor)
 

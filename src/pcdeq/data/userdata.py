@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+# The arrays of an .npz file, of which no others are read.
+NPZ_NAMES = ("x_train", "y_train", "x_test", "y_test", "images", "labels", "classes")
+MOST_UNPACKED = 1100  # bytes from one, by the packing that numpy writes; others make gigabytes from a few hundred
 _GREY_MODES = frozenset(("1", "L", "LA"))
 _DEEP_MODES = frozenset(("I", "I;16", "I;16B", "I;16L", "F"))
 
@@ -67,8 +71,8 @@ def read_npz(path: Path) -> UserData:
     pair = next((pair for pair in pairs if set(pair) <= arrays.keys()), None)
     if pair is None:
         raise DataError(
-            f"{path} has the arrays {sorted(arrays)}; it must have x_train and y_train (and x_test and "
-            "y_test), or images and labels"
+            f"{path} must have the arrays x_train and y_train (and x_test and y_test), or images and labels; of "
+            f"these it has {sorted(arrays)}"
         )
     train = _npz_split(path, arrays, *pair)
     classes = _npz_classes(path, train[1], arrays.get("classes"))
@@ -119,7 +123,9 @@ def open_picture(path: Path) -> Image:
         from PIL import Image
 
     try:
-        with Image.open(path) as picture:
+        # Of more pixels than a camera has Pillow only warns.
+        warns = warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning)
+        with warns, Image.open(path) as picture:
             picture.load()
             return picture
     except FileNotFoundError as error:
@@ -152,13 +158,28 @@ def _stack(images: LabelledImages, colour: bool) -> Arrays:
 
 def _load_arrays(path: Path) -> Mapping[str, np.ndarray]:
     try:
-        with path.open("rb") as stream:  # np.load would leave a broken file open
-            content = np.load(stream, allow_pickle=False)
-            if isinstance(content, np.ndarray):
-                raise ValueError("it holds one array, without a name")
-            return {name: content[name] for name in content.files}
-    except (OSError, ValueError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+            most = MOST_UNPACKED * path.stat().st_size
+            there = set(archive.namelist())
+            return {name: _read_member(archive, f"{name}.npy", most) for name in NPZ_NAMES if f"{name}.npy" in there}
+    except Exception as error:  # zipfile and numpy have another type of error for each way a file can be broken
         raise DataError(f"{path} cannot be read as an .npz file of plain arrays ({error})") from error
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
+    """One array of an .npz file, if it is as long as its header says: memory is taken for what the header says."""
+    member = archive.getinfo(name)
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # the others are unpacked in one go
+        raise ValueError(f"{name} is packed in a way that numpy does not write")
+    with archive.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(stream)
+        size = math.prod(shape) * dtype.itemsize
+        if size != member.file_size - stream.tell() or size > most:
+            raise ValueError(f"{name} has the header of {shape} x {dtype}, and not the data of it")
+        stream.seek(0)
+        return np.lib.format.read_array(stream, allow_pickle=False)
 
 
 def _npz_split(path: Path, arrays: Mapping[str, np.ndarray], *names: str) -> Arrays:

@@ -69,7 +69,6 @@ class Description:
         for name in self.layers.keys() - set(SOLVER_KEYS):
             check_type(self.layers[name], OPTION_TYPES[name], name)
         if (given := self.preprocessing) is not None:
-            check_types(given)
             sizes, channels = {len(given.mean), len(given.std)}, self.image_shape[0]
             if not sizes <= {1, channels} or len(given.classes) != self.num_classes:
                 raise UsageError(f"the preprocessing is not of {channels} channels and {self.num_classes} classes")

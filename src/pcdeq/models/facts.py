@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pcdeq.errors import DataError
+from pcdeq.files import parse_json, read_json, read_text
 from pcdeq.models.networks import Preprocessing
 from pcdeq.recipes import ImageShape, ResolvedConfig, TrainConfig, find_row
-from pcdeq.recipes.config import check_types
+from pcdeq.recipes.config import check_type, check_types
 
 Which = Literal["last", "best"]
 
@@ -34,24 +34,19 @@ class TrainingFacts:
         check_types(self)
 
 
-def read_json(path: Path) -> Any:
-    """What a file says; a `DataError` if it cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
 def told_by(run: Any) -> tuple[ResolvedConfig, ImageShape, Preprocessing]:
     """Configuration, image shape and preprocessing, from a run's ``config.json``."""
     try:
         data = run["data"]
-        channels, height, width = data["image_shape"]
+        image_shape: Any = tuple(data["image_shape"])
+        check_type(image_shape, ImageShape, "image_shape")
+        check_type(run.get("versions", {}), dict[str, Any], "versions")
+        check_type(tuple(run.get("command", ())), tuple[str, ...], "command")
         preprocessing = Preprocessing(tuple(data["mean"]), tuple(data["std"]), tuple(data["classes"]))
-        config = TrainConfig.from_dict(run["config"]).resolve((channels, height, width))
-    except (KeyError, TypeError, ValueError) as error:
+        config = TrainConfig.from_dict(run["config"]).resolve(image_shape)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"this is not the configuration of a run: {error!r}") from error
-    return config, (channels, height, width), preprocessing
+    return config, image_shape, preprocessing
 
 
 def describe_training(folder: Path, told: Any, which: Which) -> TrainingFacts:
@@ -75,19 +70,19 @@ def describe_training(folder: Path, told: Any, which: Which) -> TrainingFacts:
 
 def _last_metrics(folder: Path) -> dict[str, Any]:
     try:
-        *_, line, _ = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-        return dict(json.loads(line))
-    except (OSError, ValueError, TypeError):  # the network is there all the same
+        *_, line, _ = read_text(folder / "metrics.jsonl").split("\n")
+        return dict(parse_json(line))
+    except (DataError, ValueError, TypeError):  # the network is there all the same
         return {}
 
 
 def _certified(folder: Path, epoch: int | None) -> str | None:
     """How many predictions after this epoch were proved, if the run's summary says so."""
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(folder / "summary.json")
         if summary["epoch"] == epoch and summary["certified"] is not None:
             return f"{summary['certified']:,} of {summary['certified_of']:,} test images"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (DataError, ValueError, KeyError, TypeError):
         pass
     return None
 

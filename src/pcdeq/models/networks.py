@@ -25,6 +25,7 @@ from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.network import know_container
 from pcdeq.recipes import ImageShape
+from pcdeq.recipes.config import check_types
 from pcdeq.solvers import Solver, SolvingLayer
 from pcdeq.solvers.solver import require_solver
 
@@ -63,6 +64,11 @@ class Preprocessing:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not all(map(math.isfinite, self.mean + self.std)) or min(self.std, default=0.0) <= 0:
+            raise UsageError(f"means must be finite, standard deviations also above 0; got {self.mean} and {self.std}")
 
     def __call__(self, images: Tensor) -> Tensor:  # uint8 (n, channels, h, w)
         if images.dtype != torch.uint8:

@@ -13,11 +13,11 @@ Nothing in these files can run code, and memory is taken only for a network that
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,10 +29,10 @@ from torch import Tensor
 from pcdeq._version import __version__
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.extras import needing
-from pcdeq.files import find_folder, write_file
+from pcdeq.files import find_folder, parse_json, read_json, write_file
 from pcdeq.models.card import model_card
 from pcdeq.models.description import Description
-from pcdeq.models.facts import Which, describe_training, read_json, told_by
+from pcdeq.models.facts import Which, describe_training, told_by
 from pcdeq.models.networks import Network
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -56,15 +56,37 @@ def to_bytes(tensors: Mapping[str, Tensor], description: Description | None) -> 
     return save_safetensors(plain, {"format": "pt", **header})
 
 
-def read_weights(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """What a file of weights says of itself, as JSON brings it or None, and its tensors."""
+@contextmanager
+def _open_weights(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        return None if text is None else json.loads(text), tensors
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+            yield file
+    except (OSError, SafetensorError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def read_header(path: Path) -> Any:
+    """What a file of weights says of itself, as JSON brings it, or None."""
+    with _open_weights(path) as file:
+        text = (file.metadata() or {}).get(KEY)
+        return None if text is None else parse_json(text)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors in a file of weights."""
+    with _open_weights(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+
+
+def require_fit(path: Path, sketch: Network) -> None:
+    """Refuse a file whose tensors are not those of a network, which is one on the device "meta": no memory is taken."""
+    with _open_weights(path) as file:
+        names = list(file.keys())
+        sizes = {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
+    try:
+        sketch.load_state_dict(sizes, assign=True)
+    except RuntimeError as error:
+        raise DataError(f"{path} does not hold the weights of this network: {_one_line(error)}") from error
 
 
 def save_pretrained(model: Network, folder: str | os.PathLike[str]) -> Path:
@@ -111,10 +133,10 @@ def load(source: str | os.PathLike[str], checkpoint: Which = "last") -> Network:
         raise UsageError(f"{source} is not a run: of it there is only the last epoch")
     else:
         path = _find_file(folder) if told is None else folder / WEIGHTS
-    given, tensors = read_weights(path)
+    given = read_header(path)
     # People may edit the configuration of a folder. That of a run says what was to be done; the weights know better.
     by_weights = told is None or (is_run and given is not None)
-    network = _restore(given, path, tensors, path) if by_weights else _restore(told, config, tensors, path)
+    network = _restore(given, path, path) if by_weights else _restore(told, config, path)
     if is_run:
         if (network.image_shape, network.preprocessing) != told_by(told)[1:]:
             raise DataError(f"the weights in {path} do not fit {config}: other images or classes")
@@ -122,7 +144,7 @@ def load(source: str | os.PathLike[str], checkpoint: Which = "last") -> Network:
     return network
 
 
-def _restore(given: Any, said_by: Path, tensors: dict[str, Tensor], path: Path) -> Network:
+def _restore(given: Any, said_by: Path, path: Path) -> Network:
     """The network that is described, with the tensors of a file, of whose sizes it must be."""
     try:
         description = Description.read(given)
@@ -130,12 +152,9 @@ def _restore(given: Any, said_by: Path, tensors: dict[str, Tensor], path: Path) 
             sketch = description.make()
     except (PcdeqError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise DataError(f"{said_by} does not describe a network: {_one_line(error)}") from error
-    try:
-        sketch.load_state_dict(tensors, assign=True)  # takes no memory, and fails where names or sizes differ
-        network = description.make()
-        network.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise DataError(f"{path} does not hold the weights of this network: {_one_line(error)}") from error
+    require_fit(path, sketch)
+    network = description.make()
+    network.load_state_dict(read_weights(path))
     return network.eval()
 
 

@@ -198,7 +198,10 @@ _FROM_JSON: dict[str, tuple[type, type[Any]]] = {
 # Of which settings what must hold, in words and as a test.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("epochs steps_per_epoch batch_size accumulate lr_step max_steps", "at least 1", lambda value: value >= 1),
+    ("epochs steps_per_epoch batch_size accumulate lr_step max_steps", "below 2^31", lambda value: value < 2**31),
     ("weight_decay seed", "at least 0", lambda value: value >= 0),
+    ("seed", "below 2^63", lambda value: value < 2**63),
+    ("weight_decay", "finite", lambda value: value < float("inf")),
     ("lr lr_factor tol", "positive and finite", lambda value: 0 < value < float("inf")),
     ("loosen", "at least 1 and finite", lambda value: 1 <= value < float("inf")),
     ("validation smoothing average", "a fraction, at least 0 and below 1", lambda value: 0 <= value < 1),

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.extras import needing
+from pcdeq.files import read_json
 from pcdeq.reproduce.board import Board
 from pcdeq.reproduce.plan import Job
 from pcdeq.reproduce.worker import Pulse, work
@@ -70,8 +71,8 @@ def _work(job: Job, threads: int) -> None:
 def read_progress(folder: Path) -> dict[str, Any] | None:
     """What a task last told of itself, if anything: its process, and the fields of a `Pulse`."""
     try:
-        return json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or just being written
+        return read_json(folder / PROGRESS)
+    except DataError:  # not there, or just being written
         return None
 
 

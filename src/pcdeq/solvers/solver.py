@@ -68,8 +68,8 @@ class Solver:
     def __post_init__(self) -> None:
         if not self.tol > 0:
             raise UsageError(f"tol must be above 0, got {self.tol}")
-        if self.max_steps < 1:
-            raise UsageError(f"max_steps must be at least 1, got {self.max_steps}")
+        if not 1 <= self.max_steps < 2**31:  # what C counts with
+            raise UsageError(f"max_steps must be at least 1 and below 2^31, got {self.max_steps}")
         if self.stop not in get_args(StopRule):
             raise UsageError(
                 f"stop must be 'sample' or 'batch', got {self.stop!r}; for a proof wrap it: Certified(...)"

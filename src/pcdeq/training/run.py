@@ -15,7 +15,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
+import pickletools
+import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -31,9 +33,11 @@ from pcdeq.data import Dataset, load_dataset
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.models import Preprocessing, pretrained_names
 from pcdeq.models.description import Description
-from pcdeq.models.facts import Which, read_json, told_by
-from pcdeq.models.store import WEIGHTS, find_checkpoint, read_weights, to_bytes
+from pcdeq.models.facts import Which, told_by
+from pcdeq.models.registry import make_network
+from pcdeq.models.store import WEIGHTS, find_checkpoint, read_weights, require_fit, to_bytes
 from pcdeq.recipes import ImageShape, ResolvedConfig
+from pcdeq.recipes.config import check_types
 from pcdeq.training.environment import describe_environment
 
 try:
@@ -42,6 +46,8 @@ except ImportError:  # Windows
     fcntl = None
 
 RUNS = Path("runs")
+# What torch names in a file of tensors.
+_OF_TENSORS = re.compile(r"torch\._utils _rebuild_tensor_v2|torch \w+Storage|collections OrderedDict")
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,11 @@ class EpochMetrics:
     @classmethod
     def from_json(cls, line: str) -> EpochMetrics:
         """The inverse of writing it."""
-        values: dict[str, Any] = json.loads(line)
+        values: dict[str, Any] = files.parse_json(line)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values)
+        metrics = cls(**values)
+        check_types(metrics)
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ class Run(os.PathLike[str]):
     @cached_property
     def description(self) -> dict[str, Any]:
         """The whole of ``config.json``."""
-        return read_json(self.path / "config.json")
+        return files.read_json(self.path / "config.json")
 
     @cached_property
     def _told(self) -> tuple[ResolvedConfig, ImageShape, Preprocessing]:
@@ -167,9 +175,9 @@ class Run(os.PathLike[str]):
         """The complete lines of ``metrics.jsonl``; a line torn by a crash does not count."""
         path = self.path / "metrics.jsonl"
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is torn
+            lines = files.read_text(path).split("\n")[:-1]  # what follows the last newline is torn
             return [EpochMetrics.from_json(line) for line in lines]
-        except (OSError, ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
     @property
@@ -230,14 +238,21 @@ class Run(os.PathLike[str]):
         with self._saving():
             files.replace_folder(self.path / which, contents)
 
+    def require_fit(self, which: Which) -> None:
+        """Refuse a checkpoint that is not of the network in the configuration, before memory is taken for either."""
+        with torch.device("meta"):
+            sketch = make_network(*self._told)
+        require_fit(find_checkpoint(self.path, which) / WEIGHTS, sketch)
+
     def load(self, which: Which = "last") -> Checkpoint:
         """A whole checkpoint; nothing in the file can run code."""
         path = find_checkpoint(self.path, which) / "training.pt"
-        _, model = read_weights(path.with_name(WEIGHTS))
+        model = read_weights(path.with_name(WEIGHTS))
         try:
+            _require_plain(path)
             state = torch.load(path, map_location="cpu", weights_only=True)
             return Checkpoint(model=model, **state)
-        except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+        except Exception as error:  # torch and zipfile have another type for each way in which a file can be broken
             raise DataError(
                 f"{path} cannot be read: {error}; this run cannot go on: train anew into another --out "
                 "(model.safetensors beside it, if whole, can still be evaluated)"
@@ -256,6 +271,17 @@ class Run(os.PathLike[str]):
                 f"could not write to {self.path}: {error.strerror or error}; the last complete state is intact: "
                 f"make room, then `{self.resume_command}`"
             ) from error
+
+
+def _require_plain(path: Path) -> None:
+    """Refuse a file of torch in which there is more than tensors: even its safe reader makes arrays of any length."""
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        with archive.open(name) as stream:
+            pickled = files.Limited(stream, files.LARGEST_TEXT).read()
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("STACK_GLOBAL", "INST") or (opcode.name == "GLOBAL" and not _OF_TENSORS.fullmatch(argument)):
+            raise ValueError(f"it holds something that is no tensor ({argument})")
 
 
 def find_runs(folder: Path = RUNS) -> list[Run]:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from pcdeq.data import Dataset
 from pcdeq.errors import DataError, UsageError
+from pcdeq.files import read_json
 from pcdeq.models import load
 from pcdeq.proofs.certify import certify
+from pcdeq.recipes.config import check_types
 from pcdeq.training.run import Run
 
 CERTIFIED_IMAGES = 1_000  # test images; `pcdeq certify` takes them all
@@ -62,8 +64,9 @@ def read_summary(run: Run) -> Summary | None:
     if not path.is_file():
         return None
     try:
-        summary = Summary(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        summary = Summary(**read_json(path))
+        check_types(summary)
+    except (DataError, ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}; delete it and repeat the command that made it") from error
     return summary if summary.epoch == len(run.metrics) else None
 

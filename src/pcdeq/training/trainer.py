@@ -94,6 +94,8 @@ def resume(
         _require_no_plan(config)
     changes = {"epochs": epochs, "device": device, "data_dir": data_dir}
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
+    if run.has("last"):
+        run.require_fit("last")
     session = open_session(config, run, quiet=not isinstance(display, Lines))
     return _fit(session, run, display)
 

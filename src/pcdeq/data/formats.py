@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -165,7 +165,7 @@ def _read_archive(path: Path, size: int) -> dict[str, bytes]:
     """The same from a packed archive; what is of another size, which may be gigabytes of holes, is left empty."""
     found = {}
     with _open(path) as stream:
-        limited = Limited(stream, len(CIFAR10) * size + _SLACK)
+        limited: Any = Limited(stream, len(CIFAR10) * size + _SLACK)
         with tarfile.open(fileobj=limited, mode="r|") as archive:
             for member in archive:
                 if (name := Path(member.name).name) in CIFAR10 and member.isfile():

@@ -280,7 +280,8 @@ def _require_plain(path: Path) -> None:
         with archive.open(name) as stream:
             pickled = files.Limited(stream, files.LARGEST_TEXT).read()
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in ("STACK_GLOBAL", "INST") or (opcode.name == "GLOBAL" and not _OF_TENSORS.fullmatch(argument)):
+        named = opcode.name == "GLOBAL" and not _OF_TENSORS.fullmatch(str(argument))
+        if named or opcode.name in ("STACK_GLOBAL", "INST"):
             raise ValueError(f"it holds something that is no tensor ({argument})")
 
 

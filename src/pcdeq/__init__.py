@@ -11,6 +11,7 @@ from pcdeq.errors import PcdeqError
 
 if TYPE_CHECKING:
     from pcdeq.activations import Activation
+    from pcdeq.concave import ConcaveMap
     from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
     from pcdeq.maps import fixed_point
     from pcdeq.models import build, freeze, load, load_reference
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "pcdeq.activations": ("Activation",),
+    "pcdeq.concave": ("ConcaveMap",),
     "pcdeq.proofs.certified": ("Certified",),
     "pcdeq.proofs.order": ("Enclosure",),
     "pcdeq.proofs.certify": ("certify",),
@@ -47,6 +49,7 @@ __all__ = [
     "Activation",
     "Anderson",
     "Certified",
+    "ConcaveMap",
     "Enclosure",
     "LinearMap",
     "Newton",

@@ -71,11 +71,8 @@ def fixed_point(
     with torch.no_grad():
         solution = run(Problem(evaluate, start), solver)
     report(solution.stats, solver, "forward")
-    value = evaluate(solution.value.detach())
-    if not value.requires_grad:
-        return packing.unpack(solution.value)
 
-    def adjoint(grad: Tensor) -> Tensor:
+    def solve_adjoint(grad: Tensor) -> Tensor:
         # The map is evaluated again, as in gradient checkpointing, so that no second graph is kept.
         point = solution.value.detach().requires_grad_()
         with torch.enable_grad(), torch.autocast(**autocast):
@@ -89,4 +86,12 @@ def fixed_point(
         report(result.stats, adjoint_solver, "backward")
         return result.value
 
-    return packing.unpack(attach_gradient(value, value, adjoint))
+    return packing.unpack(implicit_gradient(evaluate, solution.value, solve_adjoint))
+
+
+def implicit_gradient(
+    evaluate: Callable[[Tensor], Tensor], z: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A solution z = evaluate(z) with the gradient that the adjoint solution takes to whatever the map depends on."""
+    value = evaluate(z.detach())
+    return attach_gradient(value, value, solve_adjoint) if value.requires_grad else z

@@ -64,8 +64,8 @@ class Rounded(Protocol):
 
     def __call__(self, z: Tensor) -> Tensor: ...
 
-    def margin(self, z: Tensor) -> float:
-        """A bound on the relative rounding error of an evaluation at a point like z."""
+    def margin(self, z: Tensor) -> float | Tensor:
+        """A bound on the relative rounding error of an evaluation at a point like z, perhaps by component."""
         ...
 
 

@@ -106,7 +106,7 @@ class AdjointBound(NamedTuple):
 
     Attributes:
         value: y, which is the gradient with respect to fn's value.
-        error: |value - exact| is at most this, componentwise, for the J at this very z; infinite where not certified.
+        error: the distance of value and exact is at most this, componentwise, for the J at this very z; infinite where not certified.
         certified: for which samples that is proved.
     """
 

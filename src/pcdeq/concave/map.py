@@ -73,7 +73,7 @@ class ConcaveMap:
 
     Args:
         fn: the map; parameters are tensors, with gradients if you like.
-        asymptotic: the limit of fn(pz, *params)/p for large p, if you know it. Only with it can it be proved that
+        asymptotic: the limit of ``fn(pz, *params) / p`` for large p, if you know it. Only with it can it be proved that
             there is no fixed point.
         rounding: a bound on the relative rounding error of an evaluation, if you want to grant one. By default each
             operation of fn is analysed; one that is not known is refused by name.

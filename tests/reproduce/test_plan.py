@@ -78,20 +78,21 @@ def test_stages(tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_a_kill_between_the_last_line_and_its_checkpoint(epochs, tiny_data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["save", "append_metrics"])
+def test_a_kill_before_the_last_checkpoint_or_its_line(method, epochs, tiny_data, tmp_path, monkeypatch):
     (job,) = tiny_plan(tiny_data, tmp_path, runs=1, epochs=epochs)
-    save = Run.save
+    original = getattr(Run, method)
 
-    def die(self, which, checkpoint):
-        if checkpoint.epoch == epochs:
+    def die(self, *arguments):
+        if arguments[-1].epoch == epochs:
             raise KeyboardInterrupt
-        save(self, which, checkpoint)
+        original(self, *arguments)
 
-    monkeypatch.setattr(Run, "save", die)
+    monkeypatch.setattr(Run, method, die)
     with pytest.raises(KeyboardInterrupt):
         work(job)
     monkeypatch.undo()
-    assert job.stage == "trained"  # as far as its metrics tell
+    assert job.stage == "begun"  # as far as its metrics tell
     work(job)
     assert job.stage == "done"
     assert job.run.load("last").epoch == epochs == len(job.run.metrics)

@@ -99,7 +99,7 @@ class TestMetrics:
         with (run.path / "metrics.jsonl").open("ab") as file:
             file.write(torn)
         assert [line.epoch for line in run.metrics] == [1, 2]
-        run.rewind(run.config, 2)
+        run.rewind(run.config, checkpoint(2))
         run.append_metrics(metrics(3))
         assert [line.epoch for line in run.metrics] == [1, 2, 3]
 
@@ -107,7 +107,7 @@ class TestMetrics:
         run = new_run(tmp_path / "r")
         for epoch in (1, 2, 3):
             run.append_metrics(metrics(epoch))
-        run.rewind(run.config, 2)
+        run.rewind(run.config, checkpoint(2))
         assert [line.epoch for line in run.metrics] == [1, 2]
 
     def test_a_damaged_line_in_the_middle_is_an_error(self, tmp_path):
@@ -115,6 +115,69 @@ class TestMetrics:
         (run.path / "metrics.jsonl").write_text('{"epo\n{}\n')
         with pytest.raises(DataError, match=r"metrics\.jsonl"):
             _ = run.metrics
+
+    def test_no_file_is_an_empty_file(self, tmp_path):
+        run = new_run(tmp_path / "r")
+        (run.path / "metrics.jsonl").unlink()
+        assert (run.metrics, run.accuracy) == ([], None)
+
+    def test_a_hole_is_an_error(self, tmp_path):
+        run = new_run(tmp_path / "r")
+        for epoch in (1, 3):
+            run.append_metrics(metrics(epoch))
+        with pytest.raises(DataError, match=r"metrics\.jsonl lacks epoch 2"):
+            _ = run.metrics
+
+
+class TestDisagreement:
+    """Of metrics and checkpoint: the checkpoint knows all lines, and what cannot be known is an error."""
+
+    @pytest.mark.parametrize("kept", [None, (), (1,), (1, 3), (2, 3), (1, 2, 3, 4)])
+    def test_metrics_are_those_of_the_checkpoint(self, tmp_path, kept):
+        run = new_run(tmp_path / "r")
+        run.save("last", replace(checkpoint(3), metrics=tuple(map(metrics, (1, 2, 3)))))
+        for epoch in kept or ():
+            run.append_metrics(metrics(epoch))
+        if kept is None:
+            (run.path / "metrics.jsonl").unlink()
+        run.rewind(run.config, run.load())
+        assert run.metrics == [metrics(1), metrics(2), metrics(3)]
+
+    @pytest.mark.parametrize("kept", [(), (1,), (1, 3), (2, 3)])
+    def test_without_them_it_stops(self, tmp_path, kept):
+        """As with checkpoints of older versions."""
+        run = new_run(tmp_path / "r")
+        run.save("last", checkpoint(3))
+        for epoch in kept:
+            run.append_metrics(metrics(epoch))
+        before = (run.path / "metrics.jsonl").read_bytes()
+        with pytest.raises(DataError, match="not every epoch up to 3"):
+            run.rewind(run.config, run.load())
+        assert (run.path / "metrics.jsonl").read_bytes() == before
+
+    def test_metrics_without_a_checkpoint(self, tmp_path):
+        run = new_run(tmp_path / "r")
+        run.append_metrics(metrics(1))
+        with pytest.raises(DataError, match="no checkpoint last/"):
+            run.rewind(run.config, None)
+        assert len(run.metrics) == 1
+
+    @pytest.mark.parametrize("name", ["training.pt", "model.safetensors"])
+    def test_a_file_of_another_run(self, tmp_path, name):
+        runs = [new_run(tmp_path / f"seed{seed}", seed=seed) for seed in (0, 1)]
+        for run in runs:
+            run.save("last", checkpoint(1))
+        content = (runs[0].path / "last" / name).read_bytes()
+        (runs[1].path / "last" / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"(?s){name}.*of another run"):
+            runs[1].load()
+
+    def test_what_may_change_does_not_make_it_another(self, tmp_path):
+        run = new_run(tmp_path / "r", epochs=2)
+        run.save("last", checkpoint(1))
+        (run.path / "metrics.jsonl").write_text(f"{metrics(1).to_json()}\n")
+        config = replace(run.config, epochs=9, device="cpu", data_dir=tmp_path, data="/elsewhere/mnist-mini")
+        assert run.rewind(config, run.load()).load().epoch == 1
 
 
 class TestCheckpoint:
@@ -231,7 +294,7 @@ class TestKill:
             run = new_run(tmp_path / f"r{call}")
             run.append_metrics(metrics(1))
             run.append_metrics(metrics(2))
-            killed = survive_kill(run, lambda run=run: run.rewind(run.config, 1), call)
+            killed = survive_kill(run, lambda run=run: run.rewind(run.config, checkpoint(1)), call)
             assert [line.epoch for line in run.metrics] in ([1, 2], [1])
             if not killed:
                 return

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -211,6 +213,33 @@ class TestResume:
         assert all(torch.equal(tensor, run.load().model[name]) for name, tensor in before.model.items())
         assert len(run.metrics) == 4
 
+    def test_a_finished_run_that_lost_its_last_line(self, tiny):
+        run = train(tiny, progress="none")
+        path = run.path / "metrics.jsonl"
+        whole = path.read_bytes()
+        for kept in (b"".join(whole.splitlines(keepends=True)[:-1]), b""):
+            path.write_bytes(kept)
+            assert resume(run, progress="none").accuracy == run.metrics[-1].test_accuracy
+            assert path.read_bytes() == whole
+
+    def test_a_checkpoint_that_is_gone(self, tiny):
+        run = train(replace(tiny, epochs=1, lr_step=None), progress="none")
+        shutil.rmtree(run.path / "last")
+        before = (run.path / "metrics.jsonl").read_bytes()
+        with pytest.raises(DataError, match="no checkpoint last/ to go on from"):
+            resume(run, progress="none")
+        assert (run.path / "metrics.jsonl").read_bytes() == before
+
+    def test_weights_of_another_run(self, tiny, tmp_path):
+        config = replace(tiny, epochs=1, lr_step=None)
+        runs = [train(replace(config, seed=seed, out=tmp_path / f"{seed}"), progress="none") for seed in (0, 1)]
+        shutil.rmtree(runs[0].path / "last")
+        shutil.copytree(runs[1].path / "last", runs[0].path / "last")
+        for use in (load, partial(resume, epochs=2, progress="none")):
+            with pytest.raises(DataError, match="of another run"):
+                use(runs[0])
+        assert load(runs[1]) is not None
+
     def test_what_cannot_be_resumed(self, tiny, tmp_path):
         run = train(tiny, progress="none")
         with pytest.raises(UsageError, match="has 4 epochs already"):
@@ -268,7 +297,7 @@ class TestProcesses:
         assert done.returncode == -signal.SIGKILL, done.stderr
         run = Run.open(tmp_path / "killed")
         assert (run.path / "last.tmp" / "training.pt").exists()
-        assert (run.load().epoch, len(run.metrics)) == (1, 2)
+        assert (run.load().epoch, len(run.metrics)) == (1, 1)
         assert_same_state(whole, resume(run, progress="none"))
 
     def test_ctrl_c_ends_at_once_and_says_how_to_go_on(self, tiny, tmp_path):

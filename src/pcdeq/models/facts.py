@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +49,24 @@ def told_by(run: Any) -> tuple[ResolvedConfig, ImageShape, Preprocessing]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"this is not the configuration of a run: {error!r}") from error
     return config, image_shape, preprocessing
+
+
+def fingerprint(config: ResolvedConfig, image_shape: ImageShape, preprocessing: Preprocessing) -> str:
+    """A few letters that tell a run from others, kept with its weights: those of another run are noticed.
+
+    What may change while a run goes on, epochs, device and places, is not in it.
+    """
+    decisive = {name: getattr(config, name) for name in _DECISIVE}
+    told = [decisive, Path(config.data).name, image_shape, asdict(preprocessing)]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# A list, so that a setting that is new, and at its default in older runs, does not make strangers of their weights.
+_DECISIVE = (
+    *("row", "recipe", "channels", "seed", "batch_size", "accumulate", "optimizer", "optimizer_options", "lr"),
+    *("schedule", "lr_step", "lr_factor", "weight_decay", "augment", "flip", "robust_radius", "validation"),
+    *("solver", "tol", "max_steps", "precision"),
+)
 
 
 def describe_training(folder: Path, told: Any, which: Which) -> TrainingFacts:

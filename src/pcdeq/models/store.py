@@ -32,11 +32,11 @@ from pcdeq.extras import needing
 from pcdeq.files import find_folder, parse_json, read_json, write_file
 from pcdeq.models.card import model_card
 from pcdeq.models.description import Description
-from pcdeq.models.facts import Which, describe_training, told_by
+from pcdeq.models.facts import Which, describe_training, fingerprint, told_by
 from pcdeq.models.networks import Network
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-KEY = "pcdeq"  # of the description, in the header of a file of weights
+KEY, RUN = "pcdeq", "run"  # of the description, and of the run's fingerprint, in the header of a file of weights
 SHIPPED = Path(__file__).parents[1] / "weights"
 
 
@@ -49,9 +49,10 @@ def pretrained_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
 
 
-def to_bytes(tensors: Mapping[str, Tensor], description: Description | None) -> bytes:
-    """A file of weights, which says what they are of."""
+def to_bytes(tensors: Mapping[str, Tensor], description: Description | None, run: str | None = None) -> bytes:
+    """A file of weights, which says what they are of: the network and, by its fingerprint, the run."""
     header = {} if description is None else {KEY: description.to_json()}
+    header |= {} if run is None else {RUN: run}
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return save_safetensors(plain, {"format": "pt", **header})
 
@@ -87,6 +88,14 @@ def require_fit(path: Path, sketch: Network) -> None:
         sketch.load_state_dict(sizes, assign=True)
     except RuntimeError as error:
         raise DataError(f"{path} does not hold the weights of this network: {_one_line(error)}") from error
+
+
+def require_run(path: Path, run: str, told: Path) -> None:
+    """Refuse a file of weights that says it is of another run than its folder; older ones do not say."""
+    with _open_weights(path) as file:
+        said = (file.metadata() or {}).get(RUN, run)
+    if said != run:
+        raise DataError(f"the weights in {path} are of another run than {told} describes: put back those of this run")
 
 
 def save_pretrained(model: Network, folder: str | os.PathLike[str]) -> Path:
@@ -138,6 +147,7 @@ def load(source: str | os.PathLike[str], checkpoint: Which = "last") -> Network:
     by_weights = told is None or (is_run and given is not None)
     network = _restore(given, path, path) if by_weights else _restore(told, config, path)
     if is_run:
+        require_run(path, fingerprint(*told_by(told)), config)
         if (network.image_shape, network.preprocessing) != told_by(told)[1:]:
             raise DataError(f"the weights in {path} do not fit {config}: other images or classes")
         network.training_facts = describe_training(folder, told, checkpoint)

@@ -24,7 +24,7 @@ class Pulse:
 def work(job: Job, tell: Callable[[Pulse], None] = lambda pulse: None) -> None:
     """Train what is missing of a run, and measure what it became; ``tell`` hears once a second how far it is."""
     if job.stage != "done":
-        # Also where only the summary is missing: of an epoch whose checkpoint was not written, the line is dropped.
+        # Also where only the summary is missing: resuming makes the metrics those of the checkpoint.
         config, display = job.config, _Pulses(tell)
         if job.run is None:
             train(config, progress=display)

@@ -33,9 +33,9 @@ from pcdeq.data import Dataset, load_dataset
 from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.models import Preprocessing, pretrained_names
 from pcdeq.models.description import Description
-from pcdeq.models.facts import Which, told_by
+from pcdeq.models.facts import Which, fingerprint, told_by
 from pcdeq.models.registry import make_network
-from pcdeq.models.store import WEIGHTS, find_checkpoint, read_weights, require_fit, to_bytes
+from pcdeq.models.store import WEIGHTS, find_checkpoint, read_weights, require_fit, require_run, to_bytes
 from pcdeq.recipes import ImageShape, ResolvedConfig
 from pcdeq.recipes.config import check_types
 from pcdeq.training.environment import describe_environment
@@ -71,6 +71,10 @@ class EpochMetrics:
     paper_forward_steps: tuple[float, ...] = ()
     paper_backward_steps: tuple[float, ...] = ()
 
+    def to_json(self) -> str:
+        """One line, of finite numbers."""
+        return json.dumps(asdict(self), allow_nan=False)
+
     @classmethod
     def from_json(cls, line: str) -> EpochMetrics:
         """The inverse of writing it."""
@@ -96,6 +100,7 @@ class Checkpoint:
     best_accuracy: float | None = None
     trained: dict[str, Tensor] | None = None  # the values to go on from, where the model is an average of such
     network: Description | None = None  # what the weights are of, to be saved with them
+    metrics: tuple[EpochMetrics, ...] | None = None  # of all epochs until this; None in files of older versions
 
 
 @dataclass(frozen=True)
@@ -172,8 +177,16 @@ class Run(os.PathLike[str]):
 
     @property
     def metrics(self) -> list[EpochMetrics]:
-        """The complete lines of ``metrics.jsonl``; a line torn by a crash does not count."""
+        """The complete lines of ``metrics.jsonl``: one torn by a crash does not count, no file is an empty one."""
+        lines = self._read_metrics()
+        if missing := next((at for at, line in enumerate(lines, start=1) if line.epoch != at), None):
+            raise DataError(f"{self.path / 'metrics.jsonl'} lacks epoch {missing}; `{self.resume_command}` may mend it")
+        return lines
+
+    def _read_metrics(self) -> list[EpochMetrics]:
         path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
         try:
             lines = files.read_text(path).split("\n")[:-1]  # what follows the last newline is torn
             return [EpochMetrics.from_json(line) for line in lines]
@@ -206,15 +219,30 @@ class Run(os.PathLike[str]):
         finally:
             os.close(folder)
 
-    def rewind(self, config: ResolvedConfig, epoch: int) -> Run:
-        """Go back to after ``epoch``, the last with a checkpoint, with what changed in the configuration.
+    def rewind(self, config: ResolvedConfig, checkpoint: Checkpoint | None) -> Run:
+        """Go back to a checkpoint, the last there is, with what changed in the configuration.
 
-        Drops the metrics of later epochs and any torn line; the environment of the start stays on record.
+        The metrics become those that belong to it, whatever happened to the file; the environment of the start stays on
+        record.
         """
+        lines = self._metrics_until(checkpoint)
         self.write("config.json", _to_json({**self.description, "config": config.to_dict()}))
-        kept = [json.dumps(asdict(line)) + "\n" for line in self.metrics if line.epoch <= epoch]
-        self.write("metrics.jsonl", "".join(kept).encode())
+        self.write("metrics.jsonl", "".join(f"{line.to_json()}\n" for line in lines).encode())
         return Run(self.path)
+
+    def _metrics_until(self, checkpoint: Checkpoint | None) -> list[EpochMetrics]:
+        """The line of every epoch up to a checkpoint; where one cannot be had, this run cannot go on."""
+        if checkpoint is not None and checkpoint.metrics is not None:
+            return list(checkpoint.metrics)
+        lines = self._read_metrics()
+        if checkpoint is None and lines:
+            what = f"{self.path} has metrics of {len(lines)} epoch(s), but no checkpoint last/ to go on from"
+            raise DataError(f"{what}: put it back, or train anew into another --out")
+        epoch = 0 if checkpoint is None else checkpoint.epoch
+        if [line.epoch for line in lines[:epoch]] != list(range(1, epoch + 1)):
+            what = f"{self.path / 'metrics.jsonl'} has not every epoch up to {epoch}, of which the checkpoint last/ is"
+            raise DataError(f"{what}: put the lines back, or train anew into another --out")
+        return lines[:epoch]
 
     def write(self, name: str, content: bytes) -> Path:
         """Put a file into the folder, whole or not at all; return its path."""
@@ -224,17 +252,18 @@ class Run(os.PathLike[str]):
 
     def append_metrics(self, metrics: EpochMetrics) -> None:
         """Add a line, on the disk when this returns."""
-        line = json.dumps(asdict(metrics), allow_nan=False) + "\n"
         with self._saving(), (self.path / "metrics.jsonl").open("ab") as file:
-            files.write_through(file, line.encode())
+            files.write_through(file, f"{metrics.to_json()}\n".encode())
 
     def save(self, which: Which, checkpoint: Checkpoint) -> None:
         """Replace a checkpoint; until the new one is complete on the disk, the old one stands."""
         state = dict(vars(checkpoint))
-        model, network = state.pop("model"), state.pop("network")
+        model, network, lines = state.pop("model"), state.pop("network"), state.pop("metrics")
+        state["run"] = mark = fingerprint(*self._told)
+        state["metrics"] = None if lines is None else [line.to_json() for line in lines]
         training = io.BytesIO()
         torch.save(state, training)
-        contents = {WEIGHTS: to_bytes(model, network), "training.pt": training.getvalue()}
+        contents = {WEIGHTS: to_bytes(model, network, mark), "training.pt": training.getvalue()}
         with self._saving():
             files.replace_folder(self.path / which, contents)
 
@@ -248,9 +277,15 @@ class Run(os.PathLike[str]):
         """A whole checkpoint; nothing in the file can run code."""
         path = find_checkpoint(self.path, which) / "training.pt"
         model = read_weights(path.with_name(WEIGHTS))
+        mark = fingerprint(*self._told)
+        require_run(path.with_name(WEIGHTS), mark, self.path / "config.json")
         try:
             _require_plain(path)
             state = torch.load(path, map_location="cpu", weights_only=True)
+            if state.pop("run", mark) != mark:
+                raise ValueError(f"it is of another run than {self.path / 'config.json'} describes")
+            if (lines := state.pop("metrics", None)) is not None:
+                state["metrics"] = tuple(map(EpochMetrics.from_json, lines))
             return Checkpoint(model=model, **state)
         except Exception as error:  # torch and zipfile have another type for each way in which a file can be broken
             raise DataError(

@@ -104,13 +104,15 @@ def _fit(session: Session, run: Run, display: Display) -> Run:
     """Train the epochs that are left, saving each."""
     config, main = session.config, session.accelerator.is_main_process
     display = display if main else Display()
-    done, best = session.restore(run.load("last")) if run.has("last") else (0, None)
+    last = run.load("last") if run.has("last") else None
+    done, best = (0, None) if last is None else session.restore(last)
     if config.epochs < done:
         raise UsageError(f"{run.path} has {done} epochs already; epochs must be at least that, got {config.epochs}")
     try:
         with run.alone() if main else nullcontext(), _settings(config):
             if main:
-                run = run.rewind(config, done)
+                run = run.rewind(config, last)
+            lines = run.metrics if main else []
             display.start(_headline(session, run), config.epochs, session.epoch_images, done)
             _start_tracker(session, run)
             for epoch in range(done + 1, config.epochs + 1):
@@ -121,11 +123,13 @@ def _fit(session: Session, run: Run, display: Display) -> Run:
                     score = metrics.validation_accuracy
                     improved = score is not None and (best is None or score > best)
                     best = score if improved else best
-                    if main:  # the line before the checkpoint: resuming drops a line too many, but cannot invent one
-                        run.append_metrics(metrics)
+                    lines.append(metrics)
+                    if main:  # the checkpoint before the line: it has all lines, so that resuming can write them anew
+                        checkpoint = replace(session.checkpoint(epoch, best), metrics=tuple(lines))
                         if improved:
-                            run.save("best", session.checkpoint(epoch, best))
-                        run.save("last", session.checkpoint(epoch, best))
+                            run.save("best", checkpoint)
+                        run.save("last", checkpoint)
+                        run.append_metrics(metrics)
                 session.accelerator.log(_for_tracker(metrics), step=epoch)
                 display.epoch(metrics)
     except KeyboardInterrupt as stop:

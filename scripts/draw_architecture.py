@@ -41,6 +41,7 @@ WHAT = {
     "proofs.rates": "steps known in advance",
     "injection": "input -> [0, inf)",
     "equation": "z = s(Wz + x) and its adjoint, as problems",
+    "sparse": "W as a list of entries",
     "activations": "s: value, slope, sup",
     "operators": "W >= 0: apply, adjoint",
     "solvers": "one loop; init and step",
@@ -60,7 +61,7 @@ COLOURS = {
     "#e3ecf9": {"report", "reproduce", "export", "training"},
     "#e2f3ec": {"models", "layers", "implicit", "maps", "residual", "testing"},
     "#fde6e1": {"proofs", "theory", "concave"},
-    "#fbf1dd": {"injection", "equation", "activations", "operators", "solvers"},
+    "#fbf1dd": {"injection", "equation", "sparse", "activations", "operators", "solvers"},
     "#eeeeee": {"autograd", "files", "kernels", "recalibration", "trees", "extras", "errors"},
     "#e9f1f4": {"data", "recipes"},
 }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pcdeq.recipes import TrainConfig
     from pcdeq.residual import Residual
     from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
+    from pcdeq.sparse import Sparse
     from pcdeq.training import train
 
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "pcdeq.recipes": ("TrainConfig",),
     "pcdeq.residual": ("Residual",),
     "pcdeq.solvers": ("Anderson", "Newton", "Outcome", "Picard", "Solution"),
+    "pcdeq.sparse": ("Sparse",),
     "pcdeq.training": ("train",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -64,6 +66,7 @@ __all__ = [
     "Picard",
     "Residual",
     "Solution",
+    "Sparse",
     "TrainConfig",
     "__version__",
     "build",

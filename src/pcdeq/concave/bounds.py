@@ -106,7 +106,7 @@ class AdjointBound(NamedTuple):
 
     Attributes:
         value: y, which is the gradient with respect to fn's value.
-        error: the distance of value and exact is at most this, componentwise, for the J at this very z; infinite where not certified.
+        error: it is at most so far from the exact one, componentwise, for the J of this z; infinite where not proved.
         certified: for which samples that is proved.
     """
 

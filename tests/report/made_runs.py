@@ -40,10 +40,10 @@ def make_run(
     **columns,
 ) -> Run:
     """A run whose metrics are given by epoch, as functions of it, or constant."""
-    out = folder / f"{row}-mnist-{solver}-{steps_per_epoch}-seed{seed}"
-    options = {"seed": seed, "solver": solver, "steps_per_epoch": steps_per_epoch, "out": out, **(settings or {})}
-    config = TrainConfig(row, data="mnist", **options)
-    run = Run.create(config.resolve(), DIGITS, (1, 28, 28))
+    settings = {"data": "mnist", "recipe": "paper", **(settings or {})}
+    out = folder / f"{row}-{settings['data']}-{settings['recipe']}-{solver}-{steps_per_epoch}-seed{seed}"
+    options = {"seed": seed, "solver": solver, "steps_per_epoch": steps_per_epoch, "out": out, **settings}
+    run = Run.create(TrainConfig(row, **options).resolve(), DIGITS, (1, 28, 28))
     for epoch in range(1, epochs + 1):
         values = {name: value(epoch) if callable(value) else value for name, value in columns.items()}
         run.append_metrics(replace(EPOCH, epoch=epoch, **values))

@@ -9,6 +9,7 @@ from made_runs import make_run
 
 from pcdeq.data import load_dataset
 from pcdeq.errors import DataError
+from pcdeq.recipes import find_row
 from pcdeq.report.claims import check_claims
 from pcdeq.report.studies import find_subjects, trace
 from pcdeq.report.tables import Line, collect
@@ -25,8 +26,9 @@ def verdicts(folder, word: str) -> list[str]:
 
 def test_nothing_is_held_without_runs(tmp_path):
     claims = check_claims([], subjects=[])
-    about_runs = [claim for claim in claims if not claim.measured.startswith("the paper's table")]
-    assert len(about_runs) == 7
+    of_tables = ("On MNIST every", "With augmentation", "In each scenario")  # which need no runs
+    about_runs = [claim for claim in claims if not claim.statement.startswith(of_tables)]
+    assert len(about_runs) == len(claims) - 3 == 12
     assert {claim.verdict for claim in about_runs} == {"not measured"}
 
 
@@ -42,9 +44,72 @@ def test_growth_of_steps(direction, last, verdict, tmp_path):
     assert verdicts(tmp_path, "does not grow") == [verdict]
 
 
-def test_ten_epochs_say_nothing_about_growth(tmp_path):
-    make_run(tmp_path, "pcdeq-1-l-tanh", 10)
+def test_a_run_cut_short_says_nothing_about_growth(tmp_path):
+    make_run(tmp_path, "pcdeq-1-l-tanh", 39)
     assert verdicts(tmp_path, "does not grow") == ["not measured"]
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(10.9, "held"), (11.2, "did not hold")])
+def test_a_short_run_of_our_recipe_is_whole_and_both_counts_are_looked_at(last, verdict, tmp_path):
+    fast = {"settings": {"recipe": "fast"}, "paper_backward_steps": (8.0,)}
+    epochs = find_row("pcdeq-1-l-tanh", recipe="fast").epochs
+    make_run(
+        tmp_path, "pcdeq-1-l-tanh", epochs, paper_forward_steps=lambda epoch: (10.0 if epoch < 4 else last,), **fast
+    )
+    assert verdicts(tmp_path, "does not grow") == ["held", verdict]  # our solver's, the paper's rule
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(10.9, "did not hold"), (11.2, "held")])
+@pytest.mark.parametrize(("row", "title"), [("deq-l-tanh", "In DEQ"), ("mondeq-l", "In monDEQ")])
+def test_growth_in_rivals(row, title, last, verdict, tmp_path):
+    steps = lambda epoch: (10.0 if epoch < 20 else last,)  # noqa: E731
+    make_run(tmp_path, row, 40, forward_steps=steps, backward_steps=steps)
+    assert verdicts(tmp_path, title) == [verdict]
+
+
+def test_fewer_parameters_than_the_rivals():
+    (claim,) = (claim for claim in check_claims([], subjects=[]) if "fewer parameters" in claim.statement)
+    assert claim.held
+    assert "mnist: at most 70,410, theirs at least 81,458" in claim.measured
+    assert "cifar10, augmented: at most 661,470, theirs at least 853,612" in claim.measured
+
+
+MC = ("pcdeq-1-mc-relu6", "pcdeq-1-mc-tanh", "pcdeq-1-mc-softsign", "pcdeq-2-mc-sigmoid")
+
+
+def trained(folder, data: str, accuracies: tuple[float, ...]) -> None:
+    """MC by our recipe, in the order of `MC`."""
+    for row, accuracy in zip(MC, accuracies, strict=False):
+        epochs = find_row(row, data, recipe="fast").epochs
+        make_run(folder, row, epochs, settings={"recipe": "fast", "data": data}, test_accuracy=accuracy)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"),
+    [
+        ((93.1, 92.0, 92.5, 91.0), "held"),
+        ((93.1, 93.2, 92.5, 91.0), "did not hold"),
+        ((92.3, 92.0, 92.0, 91.0), "did not hold"),  # monDEQ-MT has 92.4
+        ((93.1, 92.0, 92.5), "not measured"),
+    ],
+)
+def test_best_on_svhn(accuracies, verdict, tmp_path):
+    trained(tmp_path, "svhn", accuracies)
+    assert verdicts(tmp_path, "On SVHN") == [verdict]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"),
+    [
+        ((79.0, 77.0, 78.0, 72.0), "held"),
+        ((79.0, 78.0, 77.0, 72.0), "did not hold"),
+        ((79.0, 77.0, 78.0), "not measured"),
+    ],
+)
+def test_order_on_cifar10(accuracies, verdict, tmp_path):
+    trained(tmp_path, "cifar10", accuracies)
+    assert verdicts(tmp_path, "with MC, relu6, softsign, tanh, sigmoid") == [verdict]
+    assert verdicts(tmp_path, "with SC, tanh, softsign, relu6, sigmoid") == ["not measured"]
 
 
 @pytest.mark.parametrize(("steps", "verdict"), [(7.9, "held"), (8.0, "did not hold")])
@@ -59,8 +124,8 @@ def test_sigmoid(steps, verdict, tmp_path):
     [(1.2, 0.7, ["held", "held"]), (0.9, 0.7, ["did not hold", "held"]), (1.2, 1.01, ["held", "did not hold"])],
 )
 def test_lipschitz(tanh, relu6, expected, tmp_path):
-    make_run(tmp_path, "pcdeq-1-l-tanh", 12, largest_singular_value=lambda epoch: (0.5 if epoch == 1 else tanh,))
-    make_run(tmp_path, "pcdeq-1-l-relu6", 12, largest_singular_value=lambda epoch: (relu6 if epoch == 4 else 0.5,))
+    make_run(tmp_path, "pcdeq-1-l-tanh", 40, largest_singular_value=lambda epoch: (0.5 if epoch == 1 else tanh,))
+    make_run(tmp_path, "pcdeq-1-l-relu6", 40, largest_singular_value=lambda epoch: (relu6 if epoch == 4 else 0.5,))
     assert verdicts(tmp_path, "Lipschitz") + verdicts(tmp_path, "ReLU6 it stays") == expected
 
 
@@ -72,6 +137,13 @@ def test_a_short_run_says_nothing_about_most_of_training(tmp_path):
 @pytest.mark.parametrize(("accuracy", "verdict"), [(98.35, "held"), (97.95, "did not hold")])
 def test_accuracy_within_the_papers(accuracy, verdict, tmp_path):
     make_run(tmp_path, "pcdeq-1-l-tanh", 40, test_accuracy=accuracy)
+    assert verdicts(tmp_path, "The table's accuracies") == [verdict]
+
+
+@pytest.mark.parametrize(("accuracy", "verdict"), [(99.9, "held"), (98.16, "held"), (98.14, "did not hold")])
+def test_our_recipe_may_be_better(accuracy, verdict, tmp_path):
+    epochs = find_row("pcdeq-1-l-tanh", recipe="fast").epochs
+    make_run(tmp_path, "pcdeq-1-l-tanh", epochs, test_accuracy=accuracy, settings={"recipe": "fast"})
     assert verdicts(tmp_path, "The table's accuracies") == [verdict]
 
 

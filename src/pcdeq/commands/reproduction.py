@@ -142,6 +142,8 @@ class Report:
     """The page: .html, self-contained, or .md, with its pictures beside it."""
     figures: Path | None = None
     """Folder for each figure as PNG and SVG with its data as CSV. (default: figures beside the page)"""
+    bench: Path | None = None
+    """What `make bench` wrote (bench.json), for the minutes that the authors' code would take. (default: left out)"""
     studies: bool = True
     """Also the figures for which trained networks are run: convergence, solvers, tolerance."""
     data_dir: DataDir = None
@@ -155,7 +157,8 @@ class Report:
         if not self.runs_dir.is_dir():
             raise UsageError(f"there is no folder {self.runs_dir}; `pcdeq reproduce` makes runs")
         folder = self.figures or self.out.parent / "figures"
-        page = write_report(self.runs_dir, self.out, folder, studies=self.studies, data_dir=self.data_dir)
+        options = {"studies": self.studies, "data_dir": self.data_dir, "bench": self.bench}
+        page = write_report(self.runs_dir, self.out, folder, **options)
         ran = sum(bool(line.runs) for lines in page.tables.values() for line in lines)
         print(f"{self.out}: {ran} rows with runs, {len(page.claims)} claims")
         print(f"{folder}: {len(page.charts)} figures")

@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from pcdeq.recipes import Recipe
 from pcdeq.report.charts import LOOKS, Chart, finish, new_figure
 from pcdeq.report.tables import Line
 from pcdeq.training import EpochMetrics
@@ -19,10 +20,11 @@ Quantity = Callable[[EpochMetrics], float]
 
 @dataclass(frozen=True)
 class Family:
-    """The rows of a network class on one data set that differ in the activation, trained with one solver."""
+    """The rows of a network class on one data set that differ in the activation, trained by one recipe and solver."""
 
     data: str
     topology: str
+    recipe: Recipe
     solver: str
     augmented: bool
     lines: dict[str, Line]  # by activation
@@ -30,24 +32,26 @@ class Family:
     @property
     def name(self) -> str:
         """For file names."""
-        parts = [self.data, self.topology, "aug" if self.augmented else "", self.solver.replace("default", "")]
+        parts = [self.data, self.topology, "aug" if self.augmented else ""]
+        parts += ["" if self.recipe == "paper" else self.recipe, self.solver.replace("default", "")]
         return "-".join(part for part in parts if part)
 
     @property
     def title(self) -> str:
         """For people."""
+        recipe = "" if self.recipe == "paper" else ", our recipe"
         solver = "" if self.solver == "default" else f", {self.solver} solver"
-        return f"{self.data}{', augmented' if self.augmented else ''}, {NETWORKS[self.topology]}{solver}"
+        return f"{self.data}{', augmented' if self.augmented else ''}, {NETWORKS[self.topology]}{recipe}{solver}"
 
 
 def families(lines: Iterable[Line]) -> list[Family]:
     """Sort lines into families, each in the order of `LOOKS`; of several lengths of training the longest counts."""
-    found: dict[tuple[str, str, str, bool], dict[str, Line]] = {}
+    found: dict[tuple[str, str, Recipe, str, bool], dict[str, Line]] = {}
     for line in lines:
         row = line.row
         if not line.runs or row.family != "pcdeq" or row.name == "demo" or not line.is_usual:
             continue
-        family = found.setdefault((line.data, row.topology, line.solver, row.augment), {})
+        family = found.setdefault((line.data, row.topology, row.recipe, line.solver, row.augment), {})
         if row.activation not in family or family[row.activation].epochs < line.epochs:
             family[row.activation] = line
     return [Family(*key, {name: of[name] for name in LOOKS if name in of}) for key, of in found.items()]
@@ -62,7 +66,7 @@ def draw_families(lines: Iterable[Line]) -> list[Chart]:
             continue
         charts.append(_draw(family, "accuracy", "test accuracy, %", lambda epoch: epoch.test_accuracy))
         for direction in ("forward", "backward"):
-            charts.append(_draw(family, f"{direction}-steps", f"{direction} steps per solve", _mean_steps(direction)))
+            charts.append(_draw_steps(family, direction))
             if family.topology == "mc":
                 charts.append(_draw_layers(family, direction))
         if family.topology == "l":
@@ -90,12 +94,13 @@ def _draw(family: Family, kind: str, label: str, quantity: Quantity) -> Chart:
         note = {"fontsize": 7, "color": "0.3", "ha": "right", "va": "top"}
         axes.text(1, 0.99, "above 1 Banach's theorem says nothing", transform=axes.get_yaxis_transform(), **note)
     if kind == "accuracy":
-        _zoom(axes, data)
+        _zoom(axes, data, _mark_published(axes, family))
     else:
         axes.set_ylim(bottom=0)
     finish(axes, "epoch", label)
-    what = label[0].upper() + label[1:].split(",")[0]
-    return Chart(f"{kind}-{family.name}", _caption(family, what), figure, data)
+    caption = _caption(family, label[0].upper() + label[1:].split(",")[0])
+    marks = " Triangles: published." if kind == "accuracy" else ""
+    return Chart(f"{kind}-{family.name}", f"{caption}{marks}", figure, data)
 
 
 def _plot(axes: Axes, family: Family, quantity: Quantity) -> list[dict[str, Any]]:
@@ -114,12 +119,40 @@ def _plot(axes: Axes, family: Family, quantity: Quantity) -> list[dict[str, Any]
     return drawn
 
 
-def _zoom(axes: Axes, data: list[dict[str, Any]]) -> None:
+def _mark_published(axes: Axes, family: Family) -> list[float]:
+    """The paper's accuracies, at the right edge, in the colours of their lines; return them."""
+    published = {name: line.published for name, line in family.lines.items() if line.published is not None}
+    for activation, accuracy in published.items():
+        mark = {"marker": "<", "color": LOOKS[activation]["color"], "clip_on": False, "markersize": 5}
+        axes.plot(1.0, accuracy, transform=axes.get_yaxis_transform(), **mark)
+    return list(published.values())
+
+
+def _zoom(axes: Axes, data: list[dict[str, Any]], published: list[float]) -> None:
     """Leave out the first epochs' low accuracies where they would hide the differences of the later ones."""
-    bottom = sorted(entry["low"] for entry in data)[len(data) // 10]
-    highest = max(entry["high"] for entry in data)
+    bottom = min(sorted(entry["low"] for entry in data)[len(data) // 10], *published, 100.0)
+    highest = max(*(entry["high"] for entry in data), *published, 0.0)
     margin = 0.1 * max(highest - bottom, 0.1)
     axes.set_ylim(bottom - margin, highest + margin)
+
+
+def _draw_steps(family: Family, direction: str) -> Chart:
+    """As the paper counts them and, where training used another solver, as that took them."""
+    label = f"{direction} steps per solve"
+    rules = {"solver": ("in training, ours" if family.solver == "default" else "in training", direction, family.lines)}
+    counted = {name: line for name, line in family.lines.items() if line.steps(f"paper_{direction}", 1) is not None}
+    if counted and family.solver != "paper":
+        rules["paper"] = ("the paper's rule, at the end of each epoch", f"paper_{direction}", counted)
+    figure = new_figure(6.0 if len(rules) == 1 else 9.0, 3.8, family.title)
+    data: list[dict[str, Any]] = []
+    for number, (axes, (rule, (title, quantity, lines))) in enumerate(
+        zip(figure.subplots(1, len(rules), sharey=True, squeeze=False)[0], rules.items(), strict=True)
+    ):
+        drawn = _plot(axes, replace(family, lines=lines), _mean_steps(quantity))
+        data += [{"rule": rule, **entry} for entry in drawn]
+        axes.set_ylim(bottom=0)
+        finish(axes, "epoch", "" if number else label, title=title if len(rules) > 1 else "")
+    return Chart(f"{direction}-steps-{family.name}", _caption(family, label.capitalize()), figure, data)
 
 
 def _draw_layers(family: Family, direction: str) -> Chart:

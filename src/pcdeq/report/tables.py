@@ -53,7 +53,7 @@ class Line:
 
     @property
     def is_full(self) -> bool:
-        """Whether the runs have all the epochs of the paper and no more."""
+        """Whether the runs have all the epochs of their recipe, the paper's or ours, and no more."""
         return bool(self.runs) and self.is_usual and self.epochs == self.row.epochs
 
     @property
@@ -76,7 +76,10 @@ class Line:
         return (sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)) if pairs else None
 
     def steps(self, direction: str, epoch: int | None = None) -> float | None:
-        """Mean steps per solve in an epoch, by default the last, over layers and runs; ``forward`` or ``backward``."""
+        """Mean steps per solve in an epoch, by default the last, over layers and runs.
+
+        ``direction`` is forward or backward, or paper_forward or paper_backward for what the paper counts.
+        """
         metrics = [run.metrics[(epoch or self.epochs) - 1] for run in self.runs]
         values = [step for line in metrics for step in getattr(line, f"{direction}_steps")]
         return fmean(values) if values else None
@@ -101,32 +104,47 @@ class Line:
         solver = [] if self.solver == "default" else [f"{self.solver} solver"]
         recipe = [] if self.row.recipe == "paper" else ["our recipe"]
         title = ", ".join([self.row.title, *recipe, *solver, *(change.lstrip("-") for change in self.changes)])
-        ours, proved = self.accuracy, self.certified
-        epochs = [line for run in self.runs for line in run.metrics]
-        # The median, because a machine is at times busy with other things.
-        seconds = median(line.seconds for line in epochs) if epochs else None
+        proved, epochs = self.certified, [line for run in self.runs for line in run.metrics]
         each = "" if self.steps_per_epoch is None else f" of {self.steps_per_epoch} steps each,"
         return {
             "row": title,
             "paper %": _number(self.published, ".1f"),
-            "ours %": "" if ours is None else f"{ours:.2f}" + (f" ± {self.deviation:.2f}" if self.deviation else ""),
-            "difference": _number(self.difference, "+.2f"),
+            "ours %": with_spread(self),
+            "difference": signed(self.difference),
             "runs": str(len(self.runs) or ""),
             "epochs": f"{self.epochs}{each} of {self.row.epochs}" if self.runs else "",
             "parameters": _number(self.parameters, ",d") or self.row.params,
-            "forward": _number(self.steps("forward"), ".1f"),
-            "backward": _number(self.steps("backward"), ".1f"),
+            "steps": self._both_steps(""),
+            "paper's steps": self._both_steps("paper_"),
             "unconverged": f"{sum(line.unconverged for line in epochs):,}" if epochs else "",
             "certified": "" if proved is None else f"{100 * proved[0] / proved[1]:.1f} % of {proved[1]:,}",
-            "s/epoch": _number(seconds, ".1f"),
+            "s/epoch": _number(seconds_per_epoch(self), ".1f"),
             "command": self.command,
         }
+
+    def _both_steps(self, rule: str) -> str:
+        """Forward and backward, in the last epoch."""
+        found = [self.steps(f"{rule}{direction}") for direction in ("forward", "backward")] if self.runs else []
+        return " / ".join(f"{steps:.1f}" for steps in found if steps is not None)
 
     @property
     def rank(self) -> tuple[bool, str, bool, str, bool, int]:
         """Of the lines of a row, the paper's recipe first, as it is, with the usual solver, in the longest training."""
         usual = (self.row.recipe == "paper", self.solver == "default", self.steps_per_epoch is None)
         return not usual[0], " ".join(self.changes), not usual[1], self.solver, not usual[2], -self.epochs
+
+
+def with_spread(line: Line) -> str:
+    """Mean ± standard deviation of its accuracies, in percent; empty if there are none."""
+    if line.accuracy is None:
+        return ""
+    return f"{line.accuracy:.2f}" + (f" ± {line.deviation:.2f}" if line.deviation else "")
+
+
+def seconds_per_epoch(line: Line) -> float | None:
+    """Of training, the median over all epochs, because a machine is at times busy with other things."""
+    seconds = [epoch.seconds for run in line.runs for epoch in run.metrics]
+    return median(seconds) if seconds else None
 
 
 def _option(name: str, value: Any) -> str:
@@ -141,6 +159,17 @@ def _option(name: str, value: Any) -> str:
     if isinstance(value, dict):
         value = tuple(part for pair in value.items() for part in pair)
     return " ".join([f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))])
+
+
+def signed(value: float | None) -> str:
+    """With its sign, but for nothing.
+
+    >>> signed(0.123), signed(-0.001), signed(None)
+    ('+0.12', '0.00', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:+.2f}" if abs(value) >= 0.005 else "0.00"
 
 
 def _number(value: float | None, style: str) -> str:

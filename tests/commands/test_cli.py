@@ -161,7 +161,7 @@ class TestCommands:
         assert names == {"config.json", "metrics.jsonl", "summary.json", "last", *pictures}
 
         assert main(["list", "runs"]) == 0
-        assert f"{path}  pcdeq-1-l-tanh  {tiny_data}  2/2" in capsys.readouterr().out
+        assert f"{path}  pcdeq-1-l-tanh  {tiny_data}  paper   2/2" in capsys.readouterr().out
 
         assert main(["train", "--resume", path, "--epochs", "3", "--json"]) == 0
         epoch, summary = map(json.loads, capsys.readouterr().out.splitlines())
@@ -200,7 +200,9 @@ class TestCommands:
         (line,) = [line for line in lines if "pcDEQ-1-MC-ReLU6*" in line]
         assert "661,470" in line
         assert "89.2" in line
-        assert "pcdeq train pcdeq-1-mc-relu6-aug --data cifar10" in line
+        assert "pcdeq train pcdeq-1-mc-relu6-aug --data cifar10 --recipe fast" in line
+        (line,) = [line for line in lines if line.startswith("mnist    NODE")]
+        assert line.endswith("pcdeq train node --data mnist")  # of which there is no recipe of ours
         assert main(["list", "--json"]) == 0
         assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 49 + 64
 

@@ -154,8 +154,14 @@ class TestOurRecipe:
 class TestConfig:
     def test_demo_is_the_default(self):
         config = TrainConfig().resolve()
-        assert (config.row, config.data, config.epochs) == ("demo", "mnist-mini", 5)
-        assert (config.schedule, config.channels, config.lr_step) == ("one-cycle", (12, 24, 48), None)
+        assert (config.row, config.data, config.channels) == ("demo", "mnist-mini", (12, 24, 48))
+        assert (config.schedule, config.lr_step) == ("one-cycle", None)
+
+    @pytest.mark.parametrize("recipe", ["paper", "fast"])
+    def test_the_demo_has_no_numbers_of_its_own(self, recipe):
+        demo = TrainConfig(recipe=recipe).resolve()
+        ours = TrainConfig("pcdeq-1-mc-relu6", data="mnist-mini", recipe="fast").resolve()
+        assert demo.changes_from(ours).keys() <= {"row", "recipe"}
 
     def test_row_fills_in_and_the_user_overrides(self):
         config = TrainConfig("pcdeq-1-mc-relu6-aug", data="cifar10", lr=0.1).resolve()

@@ -7,7 +7,7 @@ import statistics
 import pytest
 from made_runs import make_run
 
-from pcdeq.recipes import rows
+from pcdeq.recipes import find_row, rows
 from pcdeq.report.tables import collect, markdown_table
 from pcdeq.training import find_runs
 
@@ -88,7 +88,7 @@ def test_a_short_run_of_our_recipe_is_whole(tmp_path):
 
 
 def test_the_demo_has_a_command_of_its_own(tmp_path):
-    make_run(tmp_path, "demo", 5)
+    make_run(tmp_path, "demo", find_row("demo").epochs)
     (line,) = only(collect(find_runs(tmp_path))["mnist"], "demo")
     assert line.command == "pcdeq train demo --data mnist --seed 0"
 

@@ -17,7 +17,8 @@ class List:
     """List the rows of the paper, or your runs."""
 
     what: Annotated[Literal["rows", "runs"], Positional] = "rows"
-    """rows: of the paper, then ours to compare, with parameters, published accuracy and command; runs: yours."""
+    """rows: of the paper, then ours to compare, with parameters, published accuracy, the paper's epochs, those of our
+    recipe (fast) and a command; runs: yours."""
     runs_dir: Path = Path("runs")
     """Where to look for runs."""
     json: Flag = False
@@ -31,16 +32,22 @@ class List:
 
 
 def _row_entries() -> list[dict[str, Any]]:
-    return [
-        {
-            "data": row.dataset,
-            "row": row.title,
-            "parameters": f"{row.parameters:,}",
-            "accuracy %": row.accuracy,
-            "command": f"pcdeq train {row.name} --data {row.dataset}",
-        }
-        for row in (*rows(), *own_rows())
-    ]
+    """Each row with the command of our recipe, if it has one: who wants the paper's leaves ``--recipe`` out."""
+    entries = []
+    for row in (*rows(), *own_rows()):
+        fast = row.has_recipe("fast")
+        entries.append(
+            {
+                "data": row.dataset,
+                "row": row.title,
+                "parameters": f"{row.parameters:,}",
+                "accuracy %": row.accuracy,
+                "epochs": row.epochs,
+                "fast": row.with_recipe("fast").epochs if fast else None,
+                "command": f"pcdeq train {row.name} --data {row.dataset}{' --recipe fast' if fast else ''}",
+            }
+        )
+    return entries
 
 
 def _run_entries(folder: Path) -> list[dict[str, Any]]:
@@ -51,6 +58,7 @@ def _run_entries(folder: Path) -> list[dict[str, Any]]:
             "run": str(run.path),
             "row": run.config.row,
             "data": run.config.data,
+            "recipe": run.config.recipe,
             "epochs": f"{len(run.metrics)}/{run.config.epochs}",
             "accuracy %": run.accuracy,
             "started": run.description.get("started", ""),

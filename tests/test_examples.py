@@ -51,3 +51,40 @@ def test_certified_inference(run):
     assert all(float(early) < float(full) for early, full in re.findall(r"picture: ([\d.]+), against ([\d.]+)", report))
     ordinary, robust = (float(number) for number in re.findall(r"every picture within \S+ ([\d.]+) %", report))
     assert robust > ordinary + 20
+
+
+def test_clearing_payments(run):
+    example, report = run("clearing_payments.py")
+    assert "all claims are of the class: True; 1 of 1 samples have a fixed point (1 proved)" in report
+    assert float(re.search(r"linear program differs by (\S+)", report)[1]) < 1e-6
+    assert "within: True" in report
+    total, shares, cash = example["market"]()
+    paid = torch.zeros_like(cash)
+    for _ in range(2000):
+        paid = torch.minimum(shares.T @ paid + cash, total)
+    assert int((paid < total - 1e-9).sum()) == int(re.search(r"(\d+) of \d+ banks default", report)[1])
+    low, high = example["stress"](example["clearing"](total, shares), 0.5 * cash, cash)
+    assert (low <= paid).all() and (paid <= high * (1 + 1e-12)).all()
+    kinds = [int(number) for number in re.search(r"(\d+) banks pay.* (\d+) in none, (\d+) depend", report).groups()]
+    assert sum(kinds) == example["BANKS"] and min(kinds) > 0
+
+
+def test_epidemic(run):
+    example, report = run("epidemic.py")
+    infected = float(re.search(r"^([\d.]+) of 10000", report)[1])
+    low, high = (float(x) for x in re.search(r"proved: True, ([\d.]+) to ([\d.]+)", report).groups())
+    assert low - 1e-3 <= infected <= high + 1e-3 and high - low < 1e-4
+    important, popular, anybody = (float(x) for x in re.findall(r"([\d.]+) infected$", report, flags=re.MULTILINE))
+    assert important < popular < anybody < infected
+    # The layer is the epidemic: at its level as many fall ill as recover; and its gradient is that of the total.
+    indices, rates = example["contacts"](), torch.rand(2 * example["CONTACTS"]).double() / 4
+    layer, x = example["epidemic"](indices, rates), torch.full((1, example["PEOPLE"]), 1e-3).double()
+    z = layer(x)
+    z.sum().backward()
+    z = z.detach()
+    pressure = torch.zeros_like(z).index_add(1, indices[0], z[:, indices[1]] * rates) + x
+    torch.testing.assert_close((1 - z) * pressure, z, rtol=1e-6, atol=1e-9)
+    step = torch.zeros_like(rates)
+    step[7] = 1e-3
+    up, down = (example["epidemic"](indices, rates + d).solve(x).value.sum() for d in (step, -step))
+    assert float(layer.operator.weight.grad[0, 7]) == pytest.approx(float(up - down) / 2e-3, rel=1e-3)

@@ -32,7 +32,7 @@ class BoundMap:
         self.fn, self.params, self.granted = fn, params, granted
         self.shape = like.shape
         self.start = like.detach().reshape(1, -1) if like.ndim < 2 else like.detach()
-        self.analysed: tuple[Tensor, Tensor, Tensor] | None = None  # a point, the value there, its relative error
+        self.analysed: tuple[Tensor, Tensor] | None = None  # the last point, and the error there
 
     def started_at(self, z: Tensor) -> BoundMap:
         """The same map, to be solved from another point."""
@@ -55,15 +55,19 @@ class BoundMap:
         """fn at max(z, 0), which has the same fixed points and is defined wherever a solver looks."""
         return self.evaluate(z.clamp(min=0))
 
+    def off(self, z: Tensor) -> Tensor:
+        """The absolute rounding error of an evaluation at z, by component."""
+        if self.granted is not None:
+            return self.granted * self.evaluate(z).abs()
+        if self.analysed is None or self.analysed[0] is not z:
+            self.analysed = z, rounding.evaluate(self.evaluate, z)[1]
+        return self.analysed[1]
+
     def margin(self, z: Tensor) -> Tensor:
-        """The relative rounding error of an evaluation at z, by component."""
+        """The same relative to the value."""
         if self.granted is not None:
             return torch.full_like(z, self.granted)
-        if self.analysed is None or self.analysed[0] is not z:
-            value, error = rounding.evaluate(self.evaluate, z)
-            relative = error / value.abs() * (1 + 4 * torch.finfo(z.dtype).eps)
-            self.analysed = z, value, torch.where(error.isfinite(), relative, torch.inf)
-        return self.analysed[2]
+        return self.off(z) / self.evaluate(z).abs() * (1 + 4 * torch.finfo(z.dtype).eps)
 
     def pullback(self, z: Tensor) -> Linear:
         """y -> Jᵀy at z."""

@@ -22,11 +22,12 @@ from pcdeq.theory import asymptotic_mapping
 from pcdeq.theory.mappings import rounding
 
 Verdict = Literal["exists", "does not exist", "undecided"]
-# A little of everything keeps the power iteration of a reducible map positive.
-PERTURBATION = 1e-9
-MOST_STEPS = 500
+# Positive maps added to one that may be reducible, relative to its size, each for so many steps.
+PERTURBATIONS, MOST_STEPS = (0.0, 1e-4, 1e-9), 200
 # The multiples of a point that are tried as u >= fn(u).
 LARGEST_POWER = 240
+# At most so many sets of components are tried in search of the best lower bound.
+SUPPORTS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,22 +102,59 @@ def feasibility(
 def radii(far: Callable[[Tensor], Tensor], start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Bounds on the spectral radius of a monotone homogeneous map, for each sample, and the vectors of the upper ones.
 
-    The power iteration of `theory.spectral_radius`, on all samples at once.
+    The power iteration of `theory.spectral_radius`, on all samples at once; it looks for vectors, and what it returns
+    is what they prove, with the rounding of the map if it knows it.
     """
-    z = vector = start
-    lower, upper = torch.zeros_like(start).flatten(1)[:, 0], torch.full_like(start, torch.inf).flatten(1)[:, 0]
-    margin = rounding(start[0])
-    for _ in range(MOST_STEPS):
+    z, search = start, _Search(start)
+    for step in range(MOST_STEPS * len(PERTURBATIONS)):
         value = far(z)
-        ratio = (value / z).flatten(1)
-        low, high = ratio.amin(1) * (1 - margin), ratio.amax(1) * (1 + margin)
-        vector = torch.where(per_sample(high < upper, z), z, vector)
-        lower, upper = torch.maximum(lower, low.nan_to_num(nan=0.0)), torch.fmin(upper, high)
-        # The side of 1 is what is asked for; close to it a few more steps may tell.
-        if bool((upper - lower <= 1e-12 * upper + 2 * margin * upper).all()):
+        search.meet(z, value)
+        if search.done:
             break
         growth = largest(value)
-        z = value + PERTURBATION * growth + 0.5 * growth * z
+        z = value + PERTURBATIONS[step // MOST_STEPS] * growth + 0.5 * growth * z
         z = z / largest(z)
-        z = torch.where(z.isfinite() & (z > 0), z, 1.0)
-    return lower, upper, vector
+        z = torch.where(z > torch.finfo(z.dtype).tiny ** 0.5, z, 1.0)  # what fell to 0, or is not a number, begins anew
+    else:
+        # The best lower bound of a reducible map is that of some of its components, the others being 0.
+        sizes = z.flatten(1).sort(1).values
+        for k in range(0, sizes.shape[1], -(-sizes.shape[1] // SUPPORTS)):
+            part = torch.where(z >= per_sample(sizes[:, k], z), z, 0.0)
+            search.meet(part, far(part))
+    return search.proved(far)
+
+
+class _Search:
+    """The vectors with the best bounds so far, of each sample."""
+
+    def __init__(self, start: Tensor) -> None:
+        self.below = self.above = start
+        self.lower, self.upper = (start.flatten(1)[:, 0] * 0 + end for end in (0.0, torch.inf))
+        self.margin = rounding(start[0])
+
+    @staticmethod
+    def ratios(z: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """min f/z over the components that are not 0, max f/z if none is."""
+        least = torch.where(z > 0, value / z, torch.inf).flatten(1).amin(1)
+        most = torch.where(z > 0, value / z, torch.inf).flatten(1).amax(1)
+        return torch.where(least.isfinite(), least, 0.0), torch.where(most.isnan(), torch.inf, most)
+
+    def meet(self, z: Tensor, value: Tensor) -> None:
+        least, most = self.ratios(z, value)
+        self.below = torch.where(per_sample(least > self.lower, z), z, self.below)
+        self.above = torch.where(per_sample(most < self.upper, z), z, self.above)
+        self.lower, self.upper = torch.maximum(self.lower, least), torch.minimum(self.upper, most)
+
+    @property
+    def done(self) -> bool:
+        gap = self.upper - self.lower
+        return bool(((self.upper < torch.inf) & (gap <= (1e-12 + self.margin) * self.upper)).all())
+
+    def proved(self, far: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        def off(z: Tensor) -> Tensor:
+            own = far.off(z) if isinstance(far, BoundMap) else 0.0
+            return own + self.margin * far(z)  # the latter for the quotients or, of a limit, for sums
+
+        lower, _ = self.ratios(self.below, far(self.below) - off(self.below))
+        _, upper = self.ratios(self.above, far(self.above) + off(self.above))
+        return lower.clamp(min=0.0), upper, self.above

@@ -198,15 +198,20 @@ def _slope_of_sigmoid(func: Any, grad: Any, value: Any) -> Rounded:
 
 
 def _choose(func: Any, a: Any, b: Any) -> Rounded:
-    """The larger or the smaller of two: exact, so that errors are not enlarged."""
+    """The larger or the smaller of two: monotone in both, and exact."""
     (x, dx), (y, dy) = _operands(a, b)
-    return Rounded(func(x, y), torch.maximum(*torch.broadcast_tensors(dx, dy)))
+    return _between(func(x, y), func(x - dx, y - dy), func(x + dx, y + dy))
 
 
-def _extreme(func: Any, x: Any, dim: Any = (), keepdim: bool = False) -> Rounded:
+def _extreme(func: Any, x: Any, *dims: Any) -> Rounded:
     value, error = parts(x)
-    dims = tuple(range(value.ndim)) if dim in ((), [], None) else dim
-    return Rounded(func(value, dim, keepdim), error.amax(dims, keepdim))
+    return _between(func(value, *dims), func(value - error, *dims), func(value + error, *dims))
+
+
+def _between(value: Tensor, low: Tensor, high: Tensor) -> Rounded:
+    """A value between two ends that were rounded once."""
+    off = torch.maximum(high - value, value - low)
+    return _made(value, off + torch.where(off > 0, 2 * _eps(value) * torch.maximum(low.abs(), high.abs()), 0.0))
 
 
 def _absolute(func: Any, x: Any) -> Rounded:

@@ -11,7 +11,8 @@ A map is a function of one point, fn(z) of the shape of z >= 0. What can be aske
 - *How far apart are two points?* `thompson` and `hilbert`.
 - *The fairest point within a budget:* `conditional_eigenvector`.
 
-``examples/power_control.py`` goes through all of it, where the theory comes from: wireless networks.
+These work on one point. `pcdeq.ConcaveMap` puts them together for batches, with solves and gradients;
+``examples/power_control.py`` shows it where the theory comes from, in wireless networks.
 """
 
 from pcdeq.theory.asymptotic import AsymptoticMapping, Limit, asymptotic_mapping

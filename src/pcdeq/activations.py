@@ -248,6 +248,25 @@ for _activation in (
     ACTIVATIONS[_activation.name] = _activation
 
 
+# The same in the memory of the argument, which a solve need not keep.
+_OVERWRITING: dict[str, TensorMap] = {
+    "tanh": torch.tanh_,
+    "softsign": lambda y: y.div_(1 + y),
+    "relu6": lambda y: y.clamp_(max=6.0),
+    "sigmoid": torch.sigmoid_,
+    "log1p": Tensor.log1p_,
+    "arctan": torch.atan_,
+    "1-exp": lambda y: y.neg_().expm1_().neg_(),
+    "hard-tanh": lambda y: y.clamp_(max=1.0),
+    "hard-sigmoid": lambda y: y.div_(6).add_(0.5).clamp_(max=1.0),
+}
+
+
+def overwrite(activation: Activation, y: Tensor) -> Tensor:
+    """s(y), in the memory of y where that is possible."""
+    return (_OVERWRITING.get(activation.name, activation.value) if activation.builtin else activation.value)(y)
+
+
 def as_activation(activation: str | Activation) -> Activation:
     """The activation of that name, or the one given."""
     if isinstance(activation, Activation):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from pcdeq.activations import ROUNDINGS, Activation
+from pcdeq.activations import ROUNDINGS, Activation, overwrite
 from pcdeq.errors import UsageError
 from pcdeq.kernels.binding import Form
 from pcdeq.operators import LinearMap
 from pcdeq.solvers import Problem
+from pcdeq.solvers.numbers import at_hand, numbers
+from pcdeq.solvers.problem import ANYWHERE
 
 # Newton's method makes one matrix of this many rows per sample.
 LARGEST_MATRIX = 4096
@@ -28,7 +31,9 @@ class Equation:
     x: Tensor
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.activation.value(self.product(z) + self.x)
+        if torch.is_grad_enabled() or self.map.kind is None:
+            return self.activation.value(self.product(z) + self.x)
+        return overwrite(self.activation, self.map.apply_plus(z, self.x))
 
     def product(self, z: Tensor) -> Tensor:
         """Wz, in the shape and dtype of z whatever the operator returns."""
@@ -54,7 +59,16 @@ class Equation:
         form = None
         if self.map.kind is not None and self.activation.builtin:
             form = Form(self.map.kind, self.map.weight, False, self.activation.name, self.x)
-        return Problem(self, lambda: self.start(guess), 1, self.box(), self.jacobian, form, guess)
+        return Problem(
+            self,
+            lambda: self.start(guess),
+            1,
+            self.box(),
+            self.jacobian,
+            form,
+            guess,
+            lambda samples: self.select(samples).problem(),
+        )
 
     def slope(self, z: Tensor) -> Tensor:
         """s'(Wz + x), where z is a value of the map."""
@@ -89,12 +103,10 @@ class Equation:
             dims = tuple(range(1, self.x.ndim))
             norm = self.map.apply(torch.ones_like(self.x[:1])).amax()
             largest = self.x.amax(dims, keepdim=True)
-            bound = torch.ones_like(largest)
-            for _ in range(100):
-                outside = self.activation.value(norm * bound + largest) > 0.99 * bound
-                if not bool(outside.any()):
-                    break
-                bound = torch.where(outside, 2 * bound, bound)
+            # The first power of 2, all tried at once: nobody waits for an answer.
+            powers = 2.0 ** torch.arange(100, dtype=self.x.dtype, device=self.x.device)
+            inside = self.activation.value(norm * powers + largest[..., None]) <= 0.99 * powers
+            bound = powers[inside.int().argmax(-1)]
         return torch.zeros_like(bound), bound
 
     def margin(self, z: Tensor) -> float:
@@ -123,7 +135,16 @@ class Adjoint:
     grad: Tensor
 
     def __call__(self, u: Tensor) -> Tensor:
-        return self.slope * (self.pull(u) + self.grad)
+        return torch.addcmul(self.at_zero, self.slope, self.pull(u))
+
+    @cached_property
+    def at_zero(self) -> Tensor:
+        """D v."""
+        return self.slope * self.grad
+
+    def select(self, samples: Tensor) -> Adjoint:
+        """The equation for some of the samples."""
+        return replace(self, slope=self.slope[samples], grad=self.grad[samples])
 
     def pull(self, u: Tensor) -> Tensor:
         """Wᵀu."""
@@ -134,7 +155,8 @@ class Adjoint:
         form = None
         if self.map.kind is not None:
             form = Form(self.map.kind, self.map.weight, True, "linear", self.grad, self.slope)
-        return Problem(self, lambda: self.slope * self.grad, form=form)
+        part = lambda samples: self.select(samples).problem()  # noqa: E731
+        return Problem(self, lambda: self.at_zero, box=ANYWHERE, form=form, select=part)
 
     def papers_problem(self) -> Problem:
         """The same in y = Wᵀu + v, u = Dy, started at v: what the paper iterates."""
@@ -150,8 +172,7 @@ class Adjoint:
         if not self.grad.numel():
             return self, 1.0
         peak = torch.linalg.vector_norm(self.grad, ord=torch.inf, dim=dims, keepdim=True)
-        usual = (peak > SMALLEST) & (peak < LARGEST)
-        if self.grad.is_cpu and bool(usual.all()):  # elsewhere it would make the host wait
+        if at_hand(peak) and bool(((found := numbers(peak)) > SMALLEST).all() and (found < LARGEST).all()):
             return self, 1.0
         exponent = torch.frexp(torch.nan_to_num(peak, nan=1.0, posinf=1.0)).exponent.clamp(-126, 126)
         factor = torch.ldexp(torch.ones_like(peak), exponent)

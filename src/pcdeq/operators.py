@@ -47,6 +47,10 @@ class LinearMap(ABC):
     def apply(self, z: Tensor) -> Tensor:
         """Wz."""
 
+    def apply_plus(self, z: Tensor, x: Tensor) -> Tensor:
+        """Wz + x, in memory of its own."""
+        return self.apply(z) + x
+
     def adjoint(self, y: Tensor) -> Tensor:
         """Wᵀy; by autograd unless a subclass knows better."""
         with torch.inference_mode(False), torch.enable_grad():
@@ -86,6 +90,9 @@ class DenseMap(LinearMap):
     def apply(self, z: Tensor) -> Tensor:  # (samples, features)
         return z @ self.weight.T
 
+    def apply_plus(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.addmm(x, z, self.weight.T) if z.ndim == 2 else super().apply_plus(z, x)
+
     def adjoint(self, y: Tensor) -> Tensor:
         return y @ self.weight
 
@@ -115,6 +122,9 @@ class ConvMap(LinearMap):
 
     def apply(self, z: Tensor) -> Tensor:  # (samples, channels, *space)
         return self._convolve(z, self.weight, padding=self._padding)
+
+    def apply_plus(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.apply(z).add_(x)
 
     def adjoint(self, y: Tensor) -> Tensor:
         if self._flipped is None:

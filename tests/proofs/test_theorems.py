@@ -16,7 +16,8 @@ from problems import ACTIVATIONS, FACTS, KIND_1, as_array, fixed_point_of, scala
 import pcdeq
 from pcdeq.activations import as_activation
 from pcdeq.errors import ConvergenceWarning, UsageError
-from pcdeq.solvers import Problem, per_sample, run
+from pcdeq.solvers import Problem, run
+from pcdeq.solvers.numbers import spread
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 6)
@@ -300,7 +301,7 @@ class Hostile(pcdeq.Anderson):
         Hostile.asked += 1
         if attack is None:
             return super().propose(value, residual, length, kept, state, norm)
-        return torch.where(per_sample(kept, value), attack, state.value), kept
+        return torch.where(spread(kept, value), attack, state.value), kept
 
     def attack(self, value, residual, history):
         raise NotImplementedError

@@ -17,21 +17,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.solvers.problem import Problem, per_sample
-from pcdeq.solvers.solver import Norm, Solver, State
+from pcdeq.solvers.numbers import Numbers, library, numbers, spread
+from pcdeq.solvers.problem import ANYWHERE, Problem
+from pcdeq.solvers.solver import Norm, Solver, State, pick
 
 
 class Safeguard(NamedTuple):
-    """What decides whether a proposal is kept, one number a sample, and the points before the last."""
+    """What decides whether the next point is kept, one number a sample, and the points before the last."""
 
-    norm: Tensor  # of the residual at the last point that was kept
-    largest: Tensor  # R
-    power: Tensor  # q^(j+1)
-    plain: Tensor  # whether the next point is the plain step
+    limit: Numbers  # the most that its residual may be: infinite for a plain step, which is kept whatever comes
+    largest: Numbers  # R
+    power: Numbers  # q^(j+1)
+    proposed: Numbers  # whether it is a proposal
+    never: Numbers  # infinity
     older: tuple[tuple[Tensor, Tensor], ...] = ()  # (value, residual), the latest first
 
 
@@ -67,29 +70,35 @@ class Anderson(Solver):
         value = problem.fn(point)
         residual = value - point
         length = norm(residual)
+        now = numbers(length)
         if state is None:
-            power = torch.full_like(length, self.decay)
-            guard = Safeguard(length, length, power, torch.ones_like(length, dtype=torch.bool))
+            full = library(now).full_like
+            never = full(now, torch.inf)
+            guard = Safeguard(never, now, full(now, self.decay), now > never, never)
             return State(value, value, residual, length, guard)
         guard: Safeguard = state.memory
-        kept = guard.plain | (length <= torch.minimum(guard.norm, guard.largest * guard.power))
-        following, proposed = self.propose(value, residual, length, kept, state, norm)
+        kept = now <= guard.limit
+        following, proposed = self.propose(value, residual, now, kept, state, norm)
         if problem.box is None:  # a map of unknown structure: what was refused may be infinite
-            following = torch.where(per_sample(kept, value), following, state.value)
-        else:
-            following = following.clamp(*problem.box)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        guard = Safeguard(
-            norm=torch.where(kept, length, guard.norm),
-            largest=torch.where(guard.plain, torch.maximum(guard.largest, length), guard.largest),
-            power=torch.where(kept & ~guard.plain, guard.power * self.decay, guard.power),
-            plain=~proposed,
-            older=((state.value, state.residual), *guard.older)[: self.memory - 1],
-        )
-        return State(following, value, residual, length, guard)
+            following = torch.where(spread(kept, value), following, state.value)
+        elif problem.box is not ANYWHERE:
+            following.clamp_(*problem.box)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        older = ((state.value, state.residual), *guard.older)[: self.memory - 1]
+        return State(following, value, residual, length, self.watch(now, kept, proposed, guard)._replace(older=older))
 
+    def watch(self, length: Numbers, kept: Numbers, proposed: Numbers, guard: Safeguard) -> Safeguard:
+        """The safeguard of the next point."""
+        xp = library(length)
+        # Of a point that was not kept nothing is taken over: a plain step follows, whose residual is the next measure.
+        largest = xp.maximum(guard.largest, xp.minimum(length, guard.limit))
+        power = xp.where(kept & guard.proposed, guard.power * self.decay, guard.power)
+        limit = xp.where(proposed, xp.minimum(length, largest * power), guard.never)
+        return Safeguard(limit, largest, power, proposed, guard.never)
+
+    @np.errstate(all="ignore")
     def propose(
-        self, value: Tensor, residual: Tensor, length: Tensor, kept: Tensor, state: State, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
+        self, value: Tensor, residual: Tensor, length: Numbers, kept: Numbers, state: State, norm: Norm
+    ) -> tuple[Tensor, Numbers]:
         """The next point, and for which samples it is a proposal.
 
         Proposed is Σ aᵢ g(zᵢ) over the last points, with Σ aᵢ = 1 and ‖Σ aᵢ rᵢ‖ least, sample by sample. Where the last
@@ -98,23 +107,24 @@ class Anderson(Solver):
         past = ((state.value, state.residual), *state.memory.older)
         changes = [residual - earlier for _, earlier in past]
         if len(changes) > 1:
-            first, *rest = _least_squares(changes, residual)
+            first, *rest = map(numbers, _least_squares(changes, residual))
+            share = 1 - first
         else:
-            # <r, d> / <d, d> for d = r - r', from three norms: none of them is squared, so none is lost.
-            span = norm(changes[0])
-            first, rest = 0.5 + 0.5 * ((length - state.length) / span) * ((length + state.length) / span), []
-        # Coefficients that sum to 1 or more mean that residuals grow: far below z*, where the map still expands and the
-        # secant points back to 0. The plain step is better there. A NaN, where nothing changed, compares as false.
-        proposed = kept & (sum(rest, start=first) < 1)
-        # The first one also says how to go without a proposal: 0 is the plain step, 1 leads back.
-        following = torch.lerp(value, state.value, _spread(torch.where(proposed, first, ~kept), value))
+            # 1 - <r, d> / <d, d> for d = r - r', from three norms: none of them is squared, so none is lost.
+            before, span, rest = numbers(state.length), numbers(norm(changes[0])), []
+            share = 0.5 - 0.5 * ((length - before) / span) * ((length + before) / span)
+        # Coefficients of the earlier values that sum to 1 or more mean that residuals grow: far below z*, where the map
+        # still expands and the secant points back to 0. The plain step is better there. A NaN, where nothing changed,
+        # compares as false.
+        proposed, xp = kept & (share > sum(rest)), library(length)
+        # The share of the latest value also says how to go without a proposal: 1 is the plain step, 0 leads back.
+        following = torch.lerp(state.value, value, spread(xp.where(proposed, share, kept), value))
         for coefficient, (earlier, _) in zip(rest, past[1:], strict=True):
-            following = following + _spread(torch.where(proposed, coefficient, 0.0), value) * (earlier - value)
+            following += spread(xp.where(proposed, coefficient, 0.0), value) * (earlier - value)
         return following, proposed
 
-
-def _spread(values: Tensor, like: Tensor) -> Tensor:
-    return per_sample(values.to(like.dtype), like)
+    def select(self, state: State, samples: Tensor) -> State | None:
+        return pick(state, samples) if type(self) is Anderson else None
 
 
 def _least_squares(changes: list[Tensor], residual: Tensor) -> list[Tensor]:

@@ -83,6 +83,10 @@ class Solver:
         """Evaluate the map at the point, and say where to go next; there is no state before the first step."""
         raise NotImplementedError
 
+    def select(self, state: State, samples: Tensor) -> State | None:
+        """The state of some of the samples, by which a solve goes on with them alone; None: it goes on with all."""
+        return None if state.memory != () else pick(state, samples)
+
     @property
     def kernel_decay(self) -> float | None:
         """The safeguard's factor, if this is the solver that the kernels have."""
@@ -91,6 +95,16 @@ class Solver:
     def with_options(self, **options: object) -> Self:
         """A copy with some options changed."""
         return replace(self, **options)
+
+
+def pick(thing: Any, samples: Tensor) -> Any:
+    """Some of the samples in each tensor and array of a tuple of tuples."""
+    if isinstance(thing, Tensor):
+        return thing[samples]
+    if not isinstance(thing, tuple):
+        return thing[samples.numpy()]
+    parts = [pick(part, samples) for part in thing]
+    return type(thing)(*parts) if hasattr(thing, "_fields") else tuple(parts)
 
 
 def require_solver(given: object, name: str) -> None:

@@ -31,6 +31,7 @@ class WarmStart(nn.Module):
         super().__init__()
         self.register_buffer("product", torch.empty(0))
         self.register_buffer("observed", torch.zeros((), dtype=torch.int64))
+        self._seen: int | None = None  # the same number, where the host need not wait for it
 
     def guess(self, x: Tensor) -> Tensor | None:
         """A guess of Wz* for inputs like x, of one sample's shape and >= 0; None before anything was learned.
@@ -43,8 +44,9 @@ class WarmStart(nn.Module):
 
     def observe(self, z: Tensor, apply: Callable[[Tensor], Tensor]) -> None:
         """Learn from a batch of equilibria of an operator."""
-        seen = int(self.observed)
+        seen = int(self.observed) if self._seen is None else self._seen
         self.observed.add_(1)
+        self._seen = seen + 1
         if seen >= FIRST and seen % LOOK_EVERY:
             return
         # NaN for an empty batch: it shows the shape, so that all processes of a group have it.
@@ -61,6 +63,7 @@ class WarmStart(nn.Module):
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
+        self._seen = None
         for name in ("mean", "slope", "response"):  # of a dense layer by an earlier version
             state_dict.pop(prefix + name, None)
         if not any(prefix + name in state_dict for name, _ in self.named_buffers()):

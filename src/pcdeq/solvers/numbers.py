@@ -1,0 +1,41 @@
+"""The few numbers a sample by which a solve is steered: norms, limits, counts.
+
+On a CPU they are numpy's, as a call of torch takes ten times as long for a batch's worth of them; elsewhere they stay
+tensors of the device, so that nobody waits for it. What is computed with them is written once, for either library.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+Numbers = Any  # an array of numpy, or a tensor
+READABLE = frozenset(("cpu",))  # devices whose memory the host reads without waiting
+
+
+def at_hand(like: Tensor) -> bool:
+    """Whether the numbers in such a tensor can be read without waiting, and nobody must see what becomes of them."""
+    plain = type(like) is Tensor and like.device.type in READABLE and not is_functorch_wrapped_tensor(like)
+    return plain and not torch.compiler.is_compiling()
+
+
+def numbers(tensor: Tensor) -> Numbers:
+    """The tensor's numbers: as an array, which shares its memory, where they are at hand."""
+    return tensor.numpy() if at_hand(tensor) else tensor
+
+
+def library(values: Numbers) -> ModuleType:
+    """numpy or torch; ``where``, ``minimum`` and ``maximum`` mean the same in both."""
+    return torch if isinstance(values, Tensor) else np
+
+
+def spread(values: Numbers, like: Tensor) -> Tensor:
+    """One number a sample, or one for all, in a shape that broadcasts over (samples, *state)."""
+    values = values.reshape(-1, *[1] * (like.ndim - 1))
+    values = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    return values if values.dtype in (like.dtype, torch.bool) else values.to(like.dtype)

@@ -1,0 +1,186 @@
+"""How much a solve asks of a device, and that it finds the same where the host looks rarely."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from problems import ACTIVATIONS, make_input, make_layer
+
+import pcdeq
+from pcdeq.equation import Adjoint
+from pcdeq.solvers import Problem, run
+from pcdeq.solvers.loop import FIRST_LOOK, _WatchFromAfar
+from pcdeq.testing import SolverConformance
+from pcdeq.testing.counting import Operations, as_on_accelerator
+from pcdeq.testing.shared import uniform
+
+# Beside the product. On a CPU nine or ten, whatever the activation; on a device what numpy does for a CPU as well.
+MOST_OPERATORS, MOST_ON_DEVICE = 14, 44
+LAYERS = {"dense": (pcdeq.PcDEQLinear, (8,)), "conv2d": (pcdeq.PcDEQConv2d, (8, 6, 6))}
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    _WatchFromAfar.ended.clear()
+
+
+def problems(kind: str, activation: str) -> dict[str, Problem]:
+    """The equation of a layer and its adjoint, both slow, in float64, which no kernel takes."""
+    torch.manual_seed(0)
+    make, state = LAYERS[kind]
+    layer = make(state[0], activation, weight_norm=False).double()
+    with torch.no_grad():
+        weight = layer.operator.weight.uniform_(0, 1)
+        weight.mul_(4.0 / weight[0].sum() if activation == "sigmoid" else 1.2 / weight[0].sum())
+        equation = layer.equation(torch.randn(6, *state).double() - 1)
+        z = run(equation.problem(), pcdeq.Anderson(tol=1e-9)).value
+        adjoint = Adjoint(equation.map, 0.8 + 0 * z, torch.randn(6, *state).double())
+    return {"forward": equation.problem(), "backward": adjoint.problem()}
+
+
+@torch.no_grad()
+def operations(problem: Problem, **options) -> Operations:
+    with Operations() as counted, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(problem, pcdeq.Anderson(**options))
+    return counted
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("activation", ["tanh", "relu6", "softsign", "sigmoid"])
+def test_few_operators_a_step(kind, activation, way):
+    problem = problems(kind, activation)[way]
+    six, seven = (operations(problem, tol=1e-15, max_steps=steps) for steps in (6, 7))
+    assert 4 <= seven.beside_products - six.beside_products <= MOST_OPERATORS
+    assert seven.operators.total() - six.operators.total() - (seven.beside_products - six.beside_products) == 1
+    with as_on_accelerator():  # three steps, and the look that goes with them
+        some, more = (operations(problem, tol=1e-15, max_steps=steps).beside_products for steps in (7, 10))
+    assert (more - some) / 3 <= MOST_ON_DEVICE
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_three_waits_in_ten_steps_and_one_if_it_was_so_before(kind, way):
+    problem = problems(kind, "tanh")[way]
+    with torch.no_grad():
+        tol = [t for t in (10 ** (-0.05 * k) for k in range(250)) if steps_of(problem, t) <= 10][-1]
+    assert steps_of(problem, tol) >= 8
+    with as_on_accelerator():
+        assert 1 <= operations(problem, tol=tol).waits <= 3
+        assert operations(problem, tol=tol).waits == 1
+
+
+def steps_of(problem: Problem, tol: float) -> int:
+    return run(problem, pcdeq.Anderson(tol=tol)).summary.steps
+
+
+def test_a_training_pass_of_a_layer_waits_once_a_solve():
+    layer = pcdeq.PcDEQConv2d(4, "log1p").train()
+    x = torch.randn(3, 4, 5, 5)
+    with as_on_accelerator():
+        for _ in range(8):
+            with Operations() as counted:
+                layer(x).sum().backward()
+    assert counted.waits == 2
+
+
+@pytest.mark.parametrize("stop", ["sample", "batch"])
+@pytest.mark.parametrize("solver", [pcdeq.Picard, pcdeq.Anderson])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ["dense", "conv2d"])
+def test_the_same_solution_from_afar(kind, activation, solver, stop):
+    layer = make_layer(kind, activation, gain=0.9, solver=solver(tol=1e-7, stop=stop))
+    x = make_input(kind, samples=7) * torch.logspace(-2, 1, 7).double().reshape(-1, *[1] * layer.operator.state_ndim)
+    near = layer.solve(x)
+    with as_on_accelerator():
+        for _ in range(2):  # the second time it is known when to look
+            far = layer.solve(x)
+            assert torch.equal(far.steps, near.steps)
+            assert torch.equal(far.converged, near.converged)
+            assert far.summary.steps == near.summary.steps
+            torch.testing.assert_close(far.value, near.value, rtol=1e-12, atol=0)
+            torch.testing.assert_close(far.residual, near.residual, rtol=1e-6, atol=1e-100)
+
+
+class FromAfar(SolverConformance):
+    """All that a solver must do, from afar."""
+
+    def solve(self, problem, **options):
+        with as_on_accelerator():
+            return super().solve(problem, **options)
+
+    def test_each_step_evaluates_once(self):
+        """Not here: steps too many, until somebody looks, are evaluated, but not counted."""
+
+    def test_does_not_depend_on_the_scale(self):
+        """But for the first steps: that norms are lost is seen at the first look."""
+        matrix, offset = 0.15 * uniform(4, 4, seed=7), uniform(3, 4, seed=8) - 0.5
+        for scale in (2.0**-110, 2.0**110):
+            usual, scaled = (
+                self.solve(
+                    Problem(lambda z, s=s: z @ matrix.float().T + s * offset.float(), s * offset.float()), tol=1e-5
+                )
+                for s in (1.0, scale)
+            )
+            assert scaled.outcome is pcdeq.Outcome.CONVERGED
+            assert int((scaled.steps - usual.steps).abs().max()) <= FIRST_LOOK
+            torch.testing.assert_close(scaled.value / scale, usual.value, rtol=1e-3, atol=1e-5)
+
+
+class TestPicardFromAfar(FromAfar):
+    def build(self, **options):
+        return pcdeq.Picard(**options)
+
+
+class TestAndersonFromAfar(FromAfar):
+    def build(self, **options):
+        return pcdeq.Anderson(**options)
+
+
+class TestAndersonWithMoreMemoryFromAfar(FromAfar):
+    def build(self, **options):
+        return pcdeq.Anderson(memory=3, **options)
+
+
+class TestLeavingOut:
+    """Of a large batch what is done is left out: the same values, in less work."""
+
+    def solve(self, worth: int, monkeypatch, **options) -> tuple[pcdeq.Solution, list[int]]:
+        monkeypatch.setattr(pcdeq.solvers.loop, "WORTH_SHRINKING", worth)
+        torch.manual_seed(0)
+        layer = pcdeq.PcDEQConv2d(3, "tanh", weight_norm=False).double()
+        with torch.no_grad():
+            layer.operator.weight.mul_(10)
+        x = torch.randn(20, 3, 8, 8).double() + torch.linspace(-4, 2, 20).double()[:, None, None, None]
+        worked: list[int] = []
+        original = pcdeq.operators.ConvMap.apply_plus
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                pcdeq.operators.ConvMap, "apply_plus", lambda *a: (worked.append(len(a[1])), original(*a))[1]
+            )
+            return layer.solve(x.to(memory_format=torch.channels_last), **options), worked
+
+    @pytest.mark.parametrize(
+        "solver", [pcdeq.Anderson(tol=1e-9), pcdeq.Anderson(tol=1e-9, memory=2), pcdeq.Picard(tol=1e-9)]
+    )
+    def test_changes_nothing(self, monkeypatch, solver):
+        whole, all_work = self.solve(10**9, monkeypatch, solver=solver)
+        parts, work = self.solve(0, monkeypatch, solver=solver)
+        assert sum(work) < 0.9 * sum(all_work)
+        assert sum(work) >= int(whole.steps.sum()) - 2 * len(whole.steps)
+        assert torch.equal(whole.steps, parts.steps)
+        assert parts.value.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(parts.value, whole.value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(parts.residual, whole.residual, rtol=1e-4, atol=0)
+
+    def test_at_the_step_limit_too(self, monkeypatch):
+        with pytest.warns(pcdeq.errors.ConvergenceWarning):
+            whole, _ = self.solve(10**9, monkeypatch, solver=pcdeq.Anderson(tol=1e-9, max_steps=9))
+            parts, _ = self.solve(0, monkeypatch, solver=pcdeq.Anderson(tol=1e-9, max_steps=9))
+        assert 0 < int(whole.converged.sum()) < 20
+        assert torch.equal(whole.converged, parts.converged)
+        torch.testing.assert_close(parts.value, whole.value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(parts.residual, whole.residual, rtol=1e-4, atol=0)

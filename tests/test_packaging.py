@@ -31,7 +31,7 @@ def test_the_changelog_has_a_place_for_what_is_new():
 def test_as_a_module():
     done = subprocess.run([sys.executable, "-m", "pcdeq", "list"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "pcDEQ-1-MC-ReLU6" in done.stdout
+    assert "pcdeq-1-mc-relu6-aug" in done.stdout
 
 
 def test_it_is_typed():

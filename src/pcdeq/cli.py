@@ -10,8 +10,10 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,7 +39,8 @@ DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
   torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10
 """
 
-INTERRUPTED = 130  # what shells expect after Ctrl-C
+# What shells expect: 128 and the number of the signal that ended it.
+INTERRUPTED, CLOSED_PIPE, TERMINATED = (128 + number for number in (signal.SIGINT, 13, signal.SIGTERM))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,18 +54,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pcdeq {__version__}")
         return 0
     try:
-        with needing("train", "the command line"):
+        with _terminable(), needing("train", "the command line"):
             parse(arguments).run()
+            sys.stdout.flush()  # here a reader that has left is noticed
         return 0
     except PcdeqError as error:
         _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt as stop:
         _complain(str(stop) or "interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        return TERMINATED if isinstance(stop, _Terminated) or isinstance(stop.__cause__, _Terminated) else INTERRUPTED
+    except BrokenPipeError:  # the reader, say `head`, has seen enough; who wanted it all must be able to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return CLOSED_PIPE
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which schedulers send before they kill: it ends a command as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """For the time of a command, SIGTERM is an interruption."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # where Python does not let signals be handled
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave(code: int) -> NoReturn:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import pcdeq
 from pcdeq.cli import main, parse
 from pcdeq.commands import COMMANDS, Train
-from pcdeq.errors import UsageError
+from pcdeq.commands.training import describe
+from pcdeq.errors import PcdeqError, UsageError
+from pcdeq.models import load
+from pcdeq.models.description import Description
 from pcdeq.recipes import TrainConfig
-from pcdeq.training import Run, train
+from pcdeq.training import Run, Summary, train
 
 
 @pytest.fixture
@@ -78,7 +86,6 @@ class TestParsing:
             (["train", "--schedule", "cosine"], "cosine.*one-cycle"),
             (["train", "a", "b"], "b"),
             (["trian"], "trian.*train"),
-            (["list", "everything"], "everything.*rows"),
             (["evaluate"], "RUN"),
         ],
     )
@@ -141,10 +148,52 @@ class TestErrors:
         assert "lr cannot change" in capsys.readouterr().err
 
     def test_a_reader_that_leaves_early(self):
-        command = f"{sys.executable} -m pcdeq list | head -1"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "pcdeq", "list"]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+        os.close(writing)
         assert done.stderr == ""
-        assert done.stdout.startswith("data")
+        assert done.returncode == 141  # not all that was asked for was seen
+
+    def test_results_come_before_figures_and_do_without(self, run, capsys, monkeypatch):
+        def refuse(self, name, content):
+            raise PcdeqError(f"could not write {self.path / name}: Permission denied")
+
+        monkeypatch.setattr(Run, "write", refuse)
+        for command, result in (("evaluate", "test images of mnist-mini"), ("certify", "class proved")):
+            assert main([command, str(run.path)]) == 0
+            out, err = capsys.readouterr()
+            assert result in out
+            assert err.splitlines()[-1].startswith("pcdeq: no figure: could not write")
+            assert "Permission denied" in err and "--resume" not in err
+
+    def test_training_time_has_that_of_the_tests(self, run):
+        summary = Summary(epoch=2, parameters=1, test_images=1000, certified=None, certified_of=1000)
+        told = describe(run, summary)
+        assert told["seconds"] == sum(line.seconds + line.test_seconds for line in run.metrics)
+        assert told["test_seconds"] == sum(line.test_seconds for line in run.metrics) > 0
+
+    def test_deep_pictures_are_refused_not_seen_as_white(self, run, here, capsys):
+        for name, kind in (("deep.png", np.uint16), ("float.tif", np.float32)):
+            Image.fromarray(np.full((28, 28), 30_000, kind)).save(name)
+            assert main(["predict", str(run.path), name]) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert f"{name} has more than 8 bits per channel" in err
+
+    def test_weights_that_give_nan_are_an_error(self, run, here, capsys):
+        Image.new("L", (28, 28), 9).save("digit.png")
+        shutil.copytree(run.path, "nan")
+        broken = Run.open("nan")
+        checkpoint = broken.load()
+        checkpoint.model["classifier.bias"].fill_(torch.nan)
+        broken.save("last", replace(checkpoint, network=Description.of(load(run))))
+        for command in (["predict", "nan", "digit.png"], ["evaluate", "nan"]):
+            assert main(command) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert "gives infinite numbers or NaN" in err
 
 
 class TestCommands:
@@ -176,7 +225,7 @@ class TestCommands:
         assert main(["evaluate", str(run.path), "--json", "--device", "cpu"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["accuracy"] == run.accuracy
-        assert Path(result["figure"]).exists()
+        assert (run.path / "errors-mnist-mini.png").exists()
         assert main(["evaluate", str(run.path)]) == 0
         assert "of 1,000 test images of mnist-mini" in capsys.readouterr().out
 
@@ -194,7 +243,7 @@ class TestCommands:
         assert len(json.loads(capsys.readouterr().out)["ranking"]) == 3
 
     def test_list(self, capsys):
-        assert main(["list"]) == 0
+        assert main(["list", "--all"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 1 + 49 + 64  # the paper's and ours
         (line,) = [line for line in lines if "pcDEQ-1-MC-ReLU6*" in line]
@@ -205,6 +254,50 @@ class TestCommands:
         assert line.endswith("pcdeq train node --data mnist")  # of which there is no recipe of ours
         assert main(["list", "--json"]) == 0
         assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 49 + 64
+
+    def test_list_fits_a_screen(self, capsys):
+        assert main(["list"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 22
+        assert max(map(len, lines)) <= 100
+        (best,) = [line for line in lines if line.startswith("cifar10") and "pcDEQ MC, augmented" in line]
+        assert "89.2" in best and "pcdeq-1-mc-relu6-aug" in best
+        assert "`--all` all 113" in " ".join(lines)
+
+    @pytest.mark.parametrize(
+        ("words", "count"),
+        [(["mnist"], 17 + 24), (["mnist", "pcdeq"], 12), (["MC-ReLU6", "cifar10"], 6), (["pcdeq-?-l-*"], 4)],
+    )
+    def test_list_filters(self, words, count, capsys):
+        assert main(["list", *words]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1 + count
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["list", "mnst"], "no row has 'mnst' in its name or as its data; `pcdeq list --all` shows all"),
+            (["list", "mnist", "--all"], "--all shows every row: leave out mnist"),
+            (["list", "--runs-dir", "x"], "--runs-dir belongs to `pcdeq list runs`"),
+            (["list", "runs", "--all"], "--all is for rows"),
+        ],
+    )
+    def test_list_refuses(self, arguments, message, capsys):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+    def test_list_runs_names_what_is_broken(self, run, here, capsys):
+        for name in ("good", "hole", "no-json"):
+            shutil.copytree(run.path, f"runs/{name}")
+        Path("runs/no-json/config.json").write_text("{")
+        lines = Path("runs/hole/metrics.jsonl").read_text().splitlines(keepends=True)
+        Path("runs/hole/metrics.jsonl").write_text(lines[1])
+        assert main(["list", "runs"]) == 0
+        out, err = capsys.readouterr()
+        assert out.count("\n") == 2 and "runs/good" in out
+        assert re.findall(r"left out: (\S+):", err) == ["runs/hole", "runs/no-json"]
+        assert "lacks epoch 1" in err
+        assert main(["list", "runs", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["run"] == "runs/good"
 
     def test_list_runs_without_any(self, here, capsys):
         assert main(["list", "runs"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -41,6 +42,18 @@ def test_a_program_is_written_and_compared(folder, tmp_path, capsys):
     assert "steps           4\n" in text and "proved for every input" in text and "100 of 100 test images" in text
 
 
+def test_metadata_do_not_tell_where_data_lie(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace('"data": "mnist-mini"', '"data": "/home/someone/mnist-mini"'))
+    out = tmp_path / "x.pt2"
+    options = ["--to", "torch-export", "--calibration", "0", "--compare", "0", "--out", str(out)]
+    assert main(["export", str(tmp_path / "run"), *options]) == 0
+    extra = {"metadata.json": ""}
+    torch.export.load(out, extra_files=extra)
+    assert json.loads(extra["metadata.json"])["pcdeq.data"] == "mnist-mini"
+
+
 def test_a_folder_for_the_hub(folder, capsys):
     assert main(["export", folder, "--to", "hub"]) == 0
     assert "from_pretrained" in capsys.readouterr().out
@@ -59,7 +72,9 @@ def test_upload(folder, tmp_path, capsys, monkeypatch):
         (["--form", "loop", "--steps", "3"], "--steps belongs to --form fixed"),
         (["--tol", "1e-3"], "--tol belongs to --form loop"),
         (["--push-to", "me/it"], "--push-to belongs to --to hub"),
-        (["--to", "hub", "--error", "1"], "--error belongs to --form fixed"),
+        (["--to", "hub", "--error", "1"], "--error belongs to a file: --to onnx or torch-export"),
+        (["--to", "hub", "--form", "fixed"], "--form belongs to a file: --to onnx or torch-export"),
+        (["--to", "hub", "--compare", "9"], "--compare belongs to a file: --to onnx or torch-export"),
         (["--error", "1", "--steps", "3"], "either --error or --steps"),
         (["--to", "torch-export", "--form", "loop"], "--form loop is for --to onnx"),
         (["--to", "tensorflow"], "tensorflow"),

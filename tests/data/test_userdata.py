@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pcdeq.data.userdata import read_image_folder, read_npz
-from pcdeq.errors import DataError
+from pcdeq.data import load_dataset
+from pcdeq.data.userdata import parse_size, read_image_folder, read_npz
+from pcdeq.errors import DataError, UsageError
 
 
 def save(path: Path, value: int | tuple[int, int, int], size: tuple[int, int] = (6, 4)) -> None:
@@ -79,8 +80,48 @@ def test_camera_rotation_is_applied(grey_folder: Path):
 
 def test_images_of_another_size_are_named(grey_folder: Path):
     save(grey_folder / "cat" / "1.png", 0, size=(5, 4))
-    with pytest.raises(DataError, match=r"cat/1\.png is 5 x 4 pixels, the images before it 6 x 4"):
+    with pytest.raises(DataError, match=r"cat/1\.png is 5 x 4 pixels; .*ant/0\.png is 6 x 4, .*--size 32"):
         read_image_folder(grey_folder)
+
+
+def test_all_bad_files_are_told_at_once(grey_folder: Path):
+    save(grey_folder / "cat" / "1.png", 0, size=(5, 4))
+    (grey_folder / "ant" / "1.png").write_bytes(b"no image")
+    Image.fromarray(np.full((4, 6), 60_000, np.uint16)).save(grey_folder / "cat" / "2.png")
+    with pytest.raises(DataError, match=r"^3 of 6 pictures cannot be used: ") as caught:
+        read_image_folder(grey_folder)
+    for part in ("ant/1.png cannot be read", "cat/1.png is 5 x 4", "cat/2.png has more than 8 bits"):
+        assert part in str(caught.value)
+
+
+def test_few_of_very_many_are_told(grey_folder: Path):
+    for number in range(120):
+        (grey_folder / "cat" / f"bad{number}.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"^120 of 126 pictures cannot be used: .*; and 20 more$"):
+        read_image_folder(grey_folder)
+
+
+@pytest.mark.parametrize(("size", "shape"), [("8", (8, 8)), ("10x4", (4, 10))])
+def test_pictures_of_any_size_are_cut_and_scaled(grey_folder: Path, size, shape):
+    striped = np.zeros((40, 80), np.uint8)
+    striped[:, 20:60] = 200  # the middle square
+    Image.fromarray(striped).save(grey_folder / "cat" / "1.png")
+    images = load_dataset(grey_folder, size=size)
+    assert images.image_shape == (1, *shape)
+    pixels = read_image_folder(grey_folder, parse_size(size)).train[0][4, 0]
+    assert (pixels[2:6, 2:6] == 200).all() if size == "8" else {0, 200} <= set(pixels.ravel().tolist())
+
+
+@pytest.mark.parametrize("size", ["", "0", "x", "32x", "32x0", "-3", "32 x 32", "99999"])
+def test_sizes_that_are_none(grey_folder: Path, size):
+    with pytest.raises(UsageError, match="size must be pixels like 32"):
+        load_dataset(grey_folder, size=size)
+
+
+@pytest.mark.parametrize("name", ["mnist-mini", "mnist", "nothing.npz"])
+def test_a_size_is_for_folders(name):
+    with pytest.raises(UsageError, match="for a folder of pictures"):
+        load_dataset(name, size="32")
 
 
 def test_test_images_of_another_size_are_named(tmp_path: Path):

@@ -7,13 +7,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from processes import program
 from rich.console import Console
 
 from pcdeq.cli import main
@@ -28,18 +27,6 @@ EPOCHS = 30  # of half a second and less
 
 def command(runs: Path, *options: str, data: str = "mnist-mini") -> list[str]:
     return ["reproduce", data, "--runs-dir", str(runs), "--device", "cpu", "--json", *options]
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """The program as a process of its own, which Ctrl-C reaches as in a terminal."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pcdeq", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": ""},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
 
 
 def learned(run: Path) -> list[dict]:
@@ -122,25 +109,22 @@ class TestDisturbed:
     def test_everything_is_killed(self, reference, tmp_path):
         arguments = command(tmp_path, "--rows", ROW, "--runs", "1", "--epochs", str(EPOCHS))
         folder = tmp_path / f"{ROW}-mnist-mini-seed0"
-        process = start(*arguments)
-        wait_for(lambda: epochs_of(folder) >= 2)
-        done = epochs_of(folder)
-        assert done < EPOCHS, "too late to disturb it"
-        process.kill()
-        process.communicate()
+        with program(*arguments):
+            wait_for(lambda: epochs_of(folder) >= 2)
+            assert epochs_of(folder) < EPOCHS, "too late to disturb it"
         assert not list(folder.glob("progress*"))  # which is for those who are on another machine
         assert main(arguments) == 0
         assert learned(folder) == reference
 
     def test_a_worker_of_ray_is_killed(self, reference, tmp_path):
         folder = tmp_path / f"{ROW}-mnist-mini-seed0"
-        process = start(*command(tmp_path, "--rows", ROW, "--runs", "1", "--epochs", str(EPOCHS), "--on", "ray"))
-        wait_for(lambda: epochs_of(folder) >= 2)
-        done = epochs_of(folder)
-        assert done < EPOCHS, "too late to disturb it"
-        victim = wait_for(lambda: read_progress(folder))["process"]
-        os.kill(victim, signal.SIGKILL)
-        out, err = process.communicate(timeout=400)
+        options = ("--rows", ROW, "--runs", "1", "--epochs", str(EPOCHS), "--on", "ray")
+        with program(*command(tmp_path, *options)) as process:
+            wait_for(lambda: epochs_of(folder) >= 2)
+            assert epochs_of(folder) < EPOCHS, "too late to disturb it"
+            victim = wait_for(lambda: read_progress(folder))["process"]
+            os.kill(victim, signal.SIGKILL)
+            out, err = process.communicate(timeout=400)
         assert process.returncode == 0, err
         assert learned(folder) == reference
         (entry,) = map(json.loads, out.splitlines())
@@ -150,10 +134,10 @@ class TestDisturbed:
     def test_control_c(self, tmp_path):
         arguments = command(tmp_path, "--rows", ROW, "--runs", "1", "--epochs", str(EPOCHS))
         folder = tmp_path / f"{ROW}-mnist-mini-seed0"
-        process = start(*arguments)
-        wait_for(lambda: epochs_of(folder) >= 1)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=200)
+        with program(*arguments) as process:
+            wait_for(lambda: epochs_of(folder) >= 1)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=200)
         assert process.returncode == 130
         assert err.splitlines()[-1] == "pcdeq: interrupted; repeat the command to go on"
         assert 1 <= epochs_of(folder) < EPOCHS
@@ -197,6 +181,8 @@ class TestDisturbed:
         (["reproduce", "mnist-mini", "--parallel", "2"], "--parallel"),
         (["reproduce", "mnist-mini", "--cpus", "2"], "--cpus belong to --on ray"),
         (["reproduce", "mnist-mini", "--gpus", "0"], "--gpus belong to --on ray"),
+        (["reproduce", "claims", "--gpus", "1"], "--gpus is for training"),
+        (["reproduce", "claims", "--steps-per-epoch", "3"], "--steps-per-epoch is for training"),
         (["reproduce", "mnist-mini", "--epochs", "0"], "epochs must be at least 1, got 0"),
         (["reproduce", "mnist-mini", "--on", "slurm"], "slurm"),
     ],
@@ -211,8 +197,8 @@ def test_wrong_requests_get_one_line(arguments, message, tmp_path, monkeypatch, 
 
 def test_too_large_a_request_for_the_cluster(tmp_path):
     arguments = command(tmp_path, "--rows", ROW, "--runs", "1", "--on", "ray", "--cpus", "4096")
-    process = start(*arguments)
-    _, err = process.communicate(timeout=400)
+    with program(*arguments) as process:
+        _, err = process.communicate(timeout=400)
     assert process.returncode == 2, err
     assert "a run asks for 4096 CPU, the cluster has" in err.splitlines()[-1]
 

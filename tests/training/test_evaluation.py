@@ -75,7 +75,7 @@ class TestEvaluate:
         run = train(replace(tiny, epochs=1, lr_step=None), progress="none")
         config = run.path / "config.json"
         config.write_text(config.read_text().replace('"classes": [\n      "0",', '"classes": [\n      "0", "more",'))
-        with pytest.raises(DataError, match="do not fit"):
+        with pytest.raises(DataError, match="of another run"):
             load(run.path)
 
 

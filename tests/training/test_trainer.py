@@ -16,6 +16,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
+from processes import program
 from torch import nn
 
 from pcdeq import files
@@ -300,34 +301,30 @@ class TestProcesses:
         assert (run.load().epoch, len(run.metrics)) == (1, 1)
         assert_same_state(whole, resume(run, progress="none"))
 
-    def test_ctrl_c_ends_at_once_and_says_how_to_go_on(self, tiny, tmp_path):
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_ctrl_c_and_what_schedulers_send_end_it_at_once_and_say_how_to_go_on(self, tiny, tmp_path, number, code):
         config = replace(tiny, epochs=100_000, out=tmp_path / "stopped")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pcdeq", *command_line(config)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Of a suite that runs in the background the shell has told all children to ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
         try:
-            metrics = tmp_path / "stopped" / "metrics.jsonl"
-            deadline = time.monotonic() + 60
-            while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            start = time.monotonic()
-            _, errors = process.communicate(timeout=30)
+            with program(*command_line(config)) as process:
+                metrics = tmp_path / "stopped" / "metrics.jsonl"
+                deadline = time.monotonic() + 60
+                while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                process.send_signal(number)
+                start = time.monotonic()
+                _, errors = process.communicate(timeout=30)
         finally:
-            process.kill()
+            signal.signal(signal.SIGINT, before)
         assert time.monotonic() - start < 10
-        assert process.returncode == 130, errors
+        assert process.returncode == code, errors
         assert errors.count("\n") == 1
         assert f"pcdeq train --resume {config.out}" in errors
         run = Run.open(config.out)
         done = run.load().epoch
         assert done >= 1
-        assert len(resume(run, epochs=done + 1, progress="none").metrics) == done + 1
+        if number == signal.SIGINT:
+            assert len(resume(run, epochs=done + 1, progress="none").metrics) == done + 1
 
 
 class TestGradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pcdeq.models import Network
     from pcdeq.training import Run
 
+USUAL = {"form": "fixed", "calibration": 500, "compare": 1000}  # for files
 SUFFIX = {"onnx": ".onnx", "torch-export": ".pt2"}
 
 
@@ -33,8 +34,9 @@ class Export:
     folder: RunFolder
     to: Literal["onnx", "torch-export", "hub"] = "onnx"
     """onnx: for onnxruntime; torch-export: for torch.export.load; hub: a folder for from_pretrained, with a card."""
-    form: Literal["fixed", "loop"] = "fixed"
-    """fixed: so many steps for every picture; loop: each until its residual is small; a second output says if it is."""
+    form: Literal["fixed", "loop"] | None = None
+    """fixed: so many steps for every picture; loop: each until its residual is small; a second output says if it is.
+    (default: fixed)"""
     error: float | None = None
     """Fixed form: how far a logit may be off; the number of steps follows. (default: 0.01)"""
     steps: int | None = None
@@ -43,10 +45,10 @@ class Export:
     """Loop form: the relative residual, in the largest component, at which a picture is done. (default: 1e-4)"""
     max_steps: int | None = None
     """Loop form: the steps after which a picture is given up. (default: 200)"""
-    calibration: int = 500
-    """So many training images to measure the error on, where it cannot be proved."""
-    compare: int = 1000
-    """So many test images to compare with PyTorch on; 0 writes without looking."""
+    calibration: int | None = None
+    """So many training images to measure the error on, where it cannot be proved. (default: 500)"""
+    compare: int | None = None
+    """So many test images to compare with PyTorch on; 0 writes without looking. (default: 1000)"""
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
     """File to write, or folder for the Hub. (default: model.onnx, model-loop.onnx, model.pt2, hub in the run)"""
     push_to: str | None = None
@@ -58,6 +60,10 @@ class Export:
     def run(self) -> None:
         """Export and say what was written."""
         self._check()
+        usual = {name: value for name, value in USUAL.items() if getattr(self, name) is None}
+        replace(self, **usual)._export()
+
+    def _export(self) -> None:
         from pcdeq.models import load
         from pcdeq.training import Run
 
@@ -67,18 +73,21 @@ class Export:
         show([result], _as_text(result), self.json)
 
     def _check(self) -> None:
-        own = {"form fixed": ("error", "steps"), "form loop": ("tol", "max_steps"), "to hub": ("push_to",)}
-        for choice, names in own.items():
-            chosen = f"to {self.to}" if "to hub" in (choice, f"to {self.to}") else f"form {self.form}"
-            for name in names:
-                if choice != chosen and getattr(self, name) is not None:
-                    raise UsageError(f"--{name.replace('_', '-')} belongs to --{choice}, not to --{chosen}")
+        of_form = {"fixed": ("error", "steps"), "loop": ("tol", "max_steps")}
+        of_files = (*USUAL, *of_form["fixed"], *of_form["loop"])
+        form = self.form or USUAL["form"]
+        foreign = dict.fromkeys(of_files if self.to == "hub" else (), "a file: --to onnx or torch-export")
+        foreign |= {name: f"--form {one}" for one, names in of_form.items() if one != form for name in names}
+        foreign |= {"push_to": "--to hub"} if self.to != "hub" else {}
+        for name, owner in foreign.items():
+            if getattr(self, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} belongs to {owner}; here it would do nothing")
         if self.error is not None and self.steps is not None:
             raise UsageError("give either --error or --steps: each decides the other")
         if self.to == "torch-export" and self.form == "loop":
             raise UsageError("a torch.export program has a fixed number of steps: --form loop is for --to onnx")
         for name in ("calibration", "compare"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     def _to_hub(self, run: Run, model: Network) -> dict[str, Any]:
@@ -94,7 +103,7 @@ class Export:
         from pcdeq.export.program import check_options, render, require_onnx
         from pcdeq.files import write_file
 
-        assert self.to != "hub"
+        assert self.to != "hub" and self.form is not None
         if self.to == "onnx":
             require_onnx("onnx", "onnxscript", *(["onnxruntime"] if self.compare else []))
         given = {name: getattr(self, name) for name in ("error", "steps", "tol", "max_steps")}
@@ -103,7 +112,9 @@ class Export:
         training, test = self._images(run)
         with saying("finding the number of steps and the error", quiet=self.json):
             plan = plan_export(model, self.form, calibration=training, **options)
-        metadata = describe(plan, model, row=run.config.row, data=run.config.data, test_accuracy=run.accuracy)
+        metadata = describe(
+            plan, model, row=run.config.row, data=Path(run.config.data).name, test_accuracy=run.accuracy
+        )
         out = self.out or run.path / f"model{'-loop' if self.form == 'loop' else ''}{SUFFIX[self.to]}"
         with saying(f"writing the graph as {SUFFIX[self.to]}, which may take torch a minute", quiet=self.json):
             content, agreement = render(plan, self.to, metadata), None
@@ -130,7 +141,7 @@ class Export:
             return None, None
         from pcdeq.training import spread
 
-        def some(images: Tensor, count: int) -> Tensor | None:
+        def some(images: Tensor, count: int | None) -> Tensor | None:
             return images[spread(len(images), count)].float() / 255 if count else None
 
         dataset = run.dataset(self.data_dir, quiet=self.json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pcdeq.commands.shared import Flag, Json, RunDataDir, RunFolder, show, table, track
+from pcdeq.commands.shared import Flag, Json, RunDataDir, RunFolder, draw, show, table, track
 from pcdeq.errors import PcdeqError, UsageError
 
 if TYPE_CHECKING:
@@ -47,12 +47,10 @@ class Certify:
             for batch in track(images.split(BATCH), "certifying", quiet=self.json)
         )
         curve = robustness_curve(network, images, labels, scale) if self.curve else None
-        name = f"certificate-{self.radius:g}" if self.radius else "certificate"
-        picture = figures.draw_certificate(run, certificate, labels, curve, name)
         proved, total = int(certificate.proved.sum()), len(certificate.proved)
         right = int((certificate.proved & (certificate.classes == labels)).sum())
         result = {"images": total, "certified": proved, "share": certificate.share, "radius": self.radius}
-        result |= {"certified_and_right": right, "figure": str(picture)} | ({"curve": curve} if curve else {})
+        result |= {"certified_and_right": right} | ({"curve": curve} if curve else {})
         what = f"for every picture within {self.radius:g}" if self.radius else "for the exact equilibrium network"
         text = [
             f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}",
@@ -67,7 +65,9 @@ class Certify:
             lead = float(certificate.margin[certificate.proved].min())
             text.append(f"smallest lead of a proved class over the next: {lead:.3g}")
         text += [f"within {radius}: {100 * share:.2f} % proved and right" for radius, share in (curve or {}).items()]
-        show([result], [*text, f"drawn in {picture}"], self.json)
+        show([result], text, self.json)
+        name = f"certificate-{self.radius:g}" if self.radius else "certificate"
+        draw("drawn in", lambda: [figures.draw_certificate(run, certificate, labels, curve, name)], self.json)
 
 
 @dataclass(frozen=True)

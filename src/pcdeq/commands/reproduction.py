@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -59,6 +59,7 @@ class Reproduce:
     def run(self) -> None:
         """Train what is missing and write the tables."""
         if self.what == "claims":
+            self._refuse_training()
             self._check_claims()
             return
         from pcdeq.data import dataset_names, load_dataset
@@ -82,6 +83,14 @@ class Reproduce:
         jobs = plan(datasets, pattern=self.rows, image_channels=shapes[0][0], **settings)
         self._do(jobs, given)
         self._write_tables(jobs, datasets)
+
+    def _refuse_training(self) -> None:
+        """Claims are checked on the runs that are there: options of training would do nothing."""
+        for item in fields(self):
+            meant = item.name in ("what", "runs_dir", "data_dir", "json")
+            if not meant and getattr(self, item.name) != item.default:
+                option = item.name.replace("_", "-")
+                raise UsageError(f"--{option} is for training; claims are checked on the runs that are there")
 
     def _do(self, jobs: list[Job], resources: dict[str, Any]) -> None:
         from rich.console import Console

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from pcdeq.errors import PcdeqError
 
 Flag = Annotated[bool, FlagCreatePairsOff]
 # Options that several commands have.
@@ -56,6 +59,23 @@ def show(objects: Iterable[dict[str, Any]], text: Iterable[str], as_json: bool) 
     """Print a line of JSON per object, for programs, or the lines of text, for people."""
     for line in map(json.dumps, objects) if as_json else text:
         print(line)
+
+
+def warn(message: str) -> None:
+    """Tell on standard error what did not work but is not what was asked for."""
+    print(f"pcdeq: {' '.join(message.split())}", file=sys.stderr)
+
+
+def draw(what: str, figures: Callable[[], Sequence[Path]], quiet: bool) -> None:
+    """Draw and write figures, once the result is told, and say where; if they cannot be written, that is a warning."""
+    sys.stdout.flush()
+    try:
+        paths = figures()
+    except PcdeqError as error:
+        warn(f"no figure: {error}; the result is complete without; to have it, copy the run to where you may write")
+        return
+    if not quiet:
+        print(what, ", ".join(map(str, paths)))
 
 
 def table(entries: Sequence[dict[str, Any]]) -> list[str]:

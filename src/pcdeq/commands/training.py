@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import Checkpoint, Device, Flag, Json, RunDataDir, RunFolder, show
+from pcdeq.commands.shared import Checkpoint, Device, Flag, Json, RunDataDir, RunFolder, draw, show
 from pcdeq.errors import DataError, UsageError
 from pcdeq.recipes import TrainConfig, find_row
 
@@ -41,9 +41,13 @@ class Train(TrainConfig):
         if os.environ.get("RANK", "0") != "0":
             return  # one process speaks for all
         evaluation, dataset = evaluate(run, quiet=True)
-        pictures = [*figures.draw_run(run), figures.draw_evaluation(run, evaluation, dataset)]
-        result = describe(run, summarise(run, dataset), pictures)
+        result = describe(run, summarise(run, dataset))
         show([result], _as_text(result), self.json)
+        draw(
+            "figures        ",
+            lambda: [*figures.draw_run(run), figures.draw_evaluation(run, evaluation, dataset)],
+            self.json,
+        )
 
     def _config(self) -> TrainConfig:
         return TrainConfig(**{item.name: getattr(self, item.name) for item in fields(TrainConfig)})
@@ -56,7 +60,7 @@ class Train(TrainConfig):
         return given
 
 
-def describe(run: Run, summary: Summary, pictures: list[Path]) -> dict[str, Any]:
+def describe(run: Run, summary: Summary) -> dict[str, Any]:
     """How a run ended, in the order in which people ask."""
     last, config = run.metrics[-1], run.config
     row = find_row(config.row, config.data, run.image_shape[0])
@@ -68,9 +72,9 @@ def describe(run: Run, summary: Summary, pictures: list[Path]) -> dict[str, Any]
         "unconverged": last.unconverged,
         "certified": summary.certified,
         "certified_of": summary.certified_of,
-        "seconds": sum(line.seconds for line in run.metrics),
+        "seconds": sum(line.seconds + line.test_seconds for line in run.metrics),
+        "test_seconds": sum(line.test_seconds for line in run.metrics),
         "run": str(run.path),
-        "figures": [str(picture) for picture in pictures],
     }
     if row.dataset == config.data and row.accuracy is not None:
         result["published"] = row.accuracy
@@ -91,8 +95,8 @@ def _as_text(result: dict[str, Any]) -> list[str]:
             "the exact equilibrium network"
         )
     lines += [
-        f"training time   {result['seconds']:.0f} s",
-        f"saved in        {result['run']} ({', '.join(Path(name).name for name in result['figures'])})",
+        f"training time   {result['seconds']:.0f} s, of which {result['test_seconds']:.0f} s for tests",
+        f"saved in        {result['run']}",
         f"next            pcdeq predict {result['run']} PICTURE",
     ]
     return lines
@@ -128,7 +132,6 @@ class Evaluate:
             data_dir=self.data_dir,
             quiet=self.json,
         )
-        picture = draw_evaluation(run, evaluation, dataset)
         result = {
             "data": dataset.name,
             "accuracy": evaluation.accuracy,
@@ -137,15 +140,14 @@ class Evaluate:
             "forward_steps": list(evaluation.forward_steps),
             "unconverged": evaluation.unconverged,
             "seconds": evaluation.seconds,
-            "figure": str(picture),
         }
         steps = mean(evaluation.forward_steps)
         text = (
             f"{evaluation.accuracy:.2f} % of {len(evaluation.labels):,} test images of {dataset.name}",
             f"{steps:.1f} steps per solve, {evaluation.unconverged:,} samples did not converge",
-            f"confusion matrix and worst errors in {picture}",
         )
         show([result], text, self.json)
+        draw("confusion matrix and worst errors in", lambda: [draw_evaluation(run, evaluation, dataset)], self.json)
 
 
 @dataclass(frozen=True)

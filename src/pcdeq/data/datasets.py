@@ -133,6 +133,7 @@ def load_dataset(
     name_or_path: str | os.PathLike[str] = "mnist-mini",
     *,
     data_dir: str | os.PathLike[str] | None = None,
+    size: str | None = None,
     quiet: bool = False,
 ) -> Dataset:
     """Load a data set by name, or a user's own from a folder of images or an ``.npz`` file.
@@ -149,9 +150,13 @@ def load_dataset(
     ((1, 28, 28), 10, torch.uint8)
 
     Args:
+        size: cut and scale the pictures of a folder to these pixels: ``"32"``, or width and height, ``"32x24"``.
         quiet: show no progress bar.
     """
     name = os.fspath(name_or_path)
+    wanted = None if size is None else userdata.parse_size(size)
+    if size is not None and (name in dataset_names() or not Path(name).expanduser().is_dir()):
+        raise UsageError(f"size {size} is for a folder of pictures, which {name} is not: leave it out")
     if name in _CLASSES:
         train, test = _read_published(name, fetch(name, data_dir=data_dir, quiet=quiet))
         return Dataset(name, _split(train), _split(test), _CLASSES[name], *_MEAN_AND_STD.get(name, _PIXELS_ONLY))
@@ -161,7 +166,7 @@ def load_dataset(
         return Dataset(name, _split(train), _split(test), classes, *_PIXELS_ONLY)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _load_own(path, path.resolve().name, userdata.read_image_folder(path))
+        return _load_own(path, path.resolve().name, userdata.read_image_folder(path, wanted))
     if path.is_file() and path.suffix == ".npz":
         return _load_own(path, path.resolve().stem, userdata.read_npz(path))
     close = difflib.get_close_matches(name.lower(), dataset_names(), n=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pcdeq.data.formats import Arrays
-from pcdeq.errors import DataError
+from pcdeq.errors import DataError, UsageError
 from pcdeq.extras import needing
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ _GREY_MODES = frozenset(("1", "L", "LA"))
 _DEEP_MODES = frozenset(("I", "I;16", "I;16B", "I;16L", "F"))
 
 
+Size = tuple[int, int]  # width and height
+MOST_TOLD = 100  # of the pictures that cannot be used
+
+
 class UserData(NamedTuple):
     """What was read: uint8 images ``(n, c, h, w)``, int64 labels, class names; perhaps no test split."""
 
@@ -34,11 +39,25 @@ class UserData(NamedTuple):
     classes: tuple[str, ...]
 
 
-def read_image_folder(root: Path) -> UserData:
+def parse_size(text: str) -> Size:
+    """Width and height: of ``"32x24"``, or of ``"32"``, a square.
+
+    >>> parse_size("32x24"), parse_size("32")
+    ((32, 24), (32, 32))
+    """
+    given = re.fullmatch(r"([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?", text)
+    if given is None:
+        raise UsageError(f"size must be pixels like 32, or width and height like 32x24, got {text!r}")
+    return int(given[1]), int(given[2] or given[1])
+
+
+def read_image_folder(root: Path, size: Size | None = None) -> UserData:
     """Read ``root/CLASS/*.png`` (jpg, ...), or ``root/train/CLASS/*`` with or without ``root/test/CLASS/*``.
 
-    The classes are the folder names in alphabetical order. All images must have one size. They are grey if
-    every one of them is, else RGB; transparency is dropped, rotation tags of cameras are applied.
+    The classes are the folder names in alphabetical order. All images must have one size, or get it: with ``size``,
+    width and height, each is cut to its middle of these proportions and scaled, as `predict` does. They are grey if
+    every one of them is, else RGB; transparency is dropped, rotation tags of cameras are applied. What cannot be used
+    is told of all files at once.
     """
     splits = _subfolders(root)
     if "train" not in splits:
@@ -49,11 +68,11 @@ def read_image_folder(root: Path) -> UserData:
     if len(classes) < 2:
         count = f"{splits['train']} has {len(classes)} folders"
         raise DataError(f"{count}; it must have one folder of images for each class")
-    images = [_read_class_folders(splits["train"], classes)]
-    if "test" in splits:
-        if stray := sorted(_subfolders(splits["test"]).keys() - set(classes)):
-            raise DataError(f"{splits['test'] / stray[0]}: there is no class of this name in {splits['train']}")
-        images.append(_read_class_folders(splits["test"], classes, like=images[0]))
+    if stray := sorted(_subfolders(splits["test"]).keys() - set(classes)) if "test" in splits else []:
+        raise DataError(f"{splits['test'] / stray[0]}: there is no class of this name in {splits['train']}")
+    pictures = _Pictures(size)
+    images = [pictures.read(splits[name], classes) for name in ("train", "test") if name in splits]
+    pictures.require_good()
     colour = any(pixels.ndim == 3 for split in images for pixels, _ in split)
     train, *test = (_stack(split, colour) for split in images)
     return UserData(train, test[0] if test else None, classes)
@@ -95,26 +114,59 @@ def _subfolders(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
 
 
-def _read_class_folders(root: Path, classes: tuple[str, ...], like: LabelledImages | None = None) -> LabelledImages:
-    """Read the images of every class, each of the size of the first one (or of those in ``like``)."""
-    found: LabelledImages = []
-    size = like[0][0].shape[:2] if like else None
-    for label, name in enumerate(classes):
-        files = sorted(file for file in (root / name).glob("[!.]*") if file.suffix.lower() in IMAGE_SUFFIXES)
-        if not files and not like:  # a class may be absent from the test split
-            raise DataError(f"{root / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
-        for file in files:
-            pixels = _pixels(file)
-            size = size or pixels.shape[:2]
-            if pixels.shape[:2] != size:
-                raise DataError(
-                    f"{file} is {pixels.shape[1]} x {pixels.shape[0]} pixels, the images before it "
-                    f"{size[1]} x {size[0]}; all must have one size: crop or resize them first"
-                )
-            found.append((pixels, label))
-    if not found:
-        raise DataError(f"{root} has no images in the folders of its classes")
-    return found
+class _Pictures:
+    """Reads pictures of one size, or brings them to it, and remembers those that cannot be used."""
+
+    def __init__(self, size: Size | None) -> None:
+        self.size = size
+        self.first: tuple[Path, tuple[int, ...]] | None = None
+        self.count = 0
+        self.bad: list[str] = []
+        self.sizes_differ = False
+
+    def read(self, root: Path, classes: tuple[str, ...]) -> LabelledImages:
+        """The images of every class; one may be absent from the test split."""
+        found: LabelledImages = []
+        before = self.count
+        for label, name in enumerate(classes):
+            files = sorted(file for file in (root / name).glob("[!.]*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            if not files and not before:
+                raise DataError(f"{root / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+            self.count += len(files)
+            for file in files:
+                if (pixels := self._pixels(file)) is not None:
+                    found.append((pixels, label))
+        if self.count == before:
+            raise DataError(f"{root} has no images in the folders of its classes")
+        return found
+
+    def _pixels(self, file: Path) -> np.ndarray | None:
+        """(h, w) if grey, else (h, w, 3); None for one that cannot be used."""
+        try:
+            pixels = _pixels(file, self.size)
+        except DataError as error:
+            self.bad.append(str(error))
+            return None
+        self.first = self.first or (file, pixels.shape[:2])
+        if pixels.shape[:2] == self.first[1]:
+            return pixels
+        self.sizes_differ = True
+        self.bad.append(f"{file} is {pixels.shape[1]} x {pixels.shape[0]} pixels")
+        return None
+
+    def require_good(self) -> None:
+        """Say of all pictures that cannot be used why, and what to do."""
+        if not self.bad:
+            return
+        more = f"; and {len(self.bad) - MOST_TOLD:,} more" if len(self.bad) > MOST_TOLD else ""
+        hint = ""
+        if self.sizes_differ and self.first is not None:
+            height, width = self.first[1]
+            hint = (
+                f"; {self.first[0]} is {width} x {height}, and all must have one size: --size 32 or 32x24 gives it them"
+            )
+        told = "; ".join(self.bad[:MOST_TOLD])
+        raise DataError(f"{len(self.bad):,} of {self.count:,} pictures cannot be used: {told}{more}{hint}")
 
 
 def open_picture(path: Path) -> Image:
@@ -127,21 +179,29 @@ def open_picture(path: Path) -> Image:
         warns = warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning)
         with warns, Image.open(path) as picture:
             picture.load()
-            return picture
     except FileNotFoundError as error:
         raise DataError(f"there is no picture {path}") from error
     except Exception as error:  # Pillow has another type of error for each way in which a file can be broken
         raise DataError(f"{path} cannot be read as a picture ({type(error).__name__}: {error})") from error
+    if picture.mode in _DEEP_MODES:  # Pillow would cut these off at 255: black or white
+        raise DataError(f"{path} has more than 8 bits per channel (mode {picture.mode}); convert it to 8 bits first")
+    return picture
 
 
-def _pixels(path: Path) -> np.ndarray:
+def cut_and_scale(picture: Image, size: Size) -> Image:
+    """The middle of a picture, in the proportions of this width and height, scaled to them."""
+    from PIL import Image, ImageOps
+
+    return ImageOps.fit(picture, size, Image.Resampling.BICUBIC)
+
+
+def _pixels(path: Path, size: Size | None) -> np.ndarray:
     image = open_picture(path)
     from PIL import ImageOps
 
-    if image.mode in _DEEP_MODES:  # Pillow would cut these off at 255
-        raise DataError(f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first")
     upright = ImageOps.exif_transpose(image)
-    return np.asarray(upright.convert("L" if upright.mode in _GREY_MODES else "RGB"))
+    upright = upright.convert("L" if upright.mode in _GREY_MODES else "RGB")
+    return np.asarray(upright if size is None else cut_and_scale(upright, size))
 
 
 def _stack(images: LabelledImages, colour: bool) -> Arrays:

@@ -40,6 +40,8 @@ class TrainConfig:
     """Data set by name (`pcdeq data` shows them), or the path of your own."""
     recipe: Recipe = "paper"
     """paper: the row's own epochs and rates; fast: ours, of few epochs, for the same network and data."""
+    size: str | None = None
+    """Cut and scale pictures of your own to so many pixels: 32, or width and height, 32x24. (default: as they are)"""
     channels: tuple[int, ...] | None = None
     """Width of each equilibrium layer. (default: the row's)"""
     epochs: int | None = None

@@ -119,7 +119,7 @@ def describe_epoch(metrics: EpochMetrics, epochs: int) -> str:
         f"train {metrics.train_accuracy:.2f} %",
         f"test {metrics.test_accuracy:.2f} %",
         f"steps {mean(metrics.forward_steps):.1f} forward {mean(metrics.backward_steps):.1f} backward",
-        f"{metrics.seconds:.1f} s",
+        f"{metrics.seconds:.1f} s, test {metrics.test_seconds:.1f} s",
     ]
     if metrics.validation_accuracy is not None:
         parts.insert(3, f"validation {metrics.validation_accuracy:.2f} %")

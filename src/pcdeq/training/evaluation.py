@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from pcdeq.data import Batches, Dataset, load_dataset
 from pcdeq.data.datasets import size_in_words
-from pcdeq.errors import ConvergenceWarning, UsageError
+from pcdeq.errors import ConvergenceWarning, PcdeqError, UsageError
 from pcdeq.models import equilibrium_layers, load
 from pcdeq.training.run import Run, Which
 
@@ -123,7 +124,9 @@ def evaluate(
     (True, 0, 'mnist-mini')
     """
     run = Run.open(run)
-    dataset = load_dataset(data or run.config.data, data_dir=data_dir or run.config.data_dir, quiet=quiet)
+    own = data is None or Path(data).expanduser().is_dir()  # of pictures in another folder, too, the run knows the size
+    size, place = run.config.size if own else None, data_dir or run.config.data_dir
+    dataset = load_dataset(data or run.config.data, data_dir=place, size=size, quiet=quiet)
     if dataset.image_shape != run.image_shape or dataset.num_classes != len(run.preprocessing.classes):
         here = f"{dataset.num_classes} classes of {size_in_words(dataset.image_shape)}"
         trained = f"{len(run.preprocessing.classes)} classes of {size_in_words(run.image_shape)} images"
@@ -131,7 +134,10 @@ def evaluate(
     where = pick_device(device)
     mean, std = run.preprocessing.mean, run.preprocessing.std
     batches = Batches(dataset.test, batch_size, mean=mean, std=std, device=where, channels_last=True)
-    return measure(load(run, checkpoint).to(where), batches), dataset
+    evaluation = measure(load(run, checkpoint).to(where), batches)
+    if not math.isfinite(evaluation.loss):
+        raise PcdeqError(f"the network of {run.path} gives infinite numbers or NaN: its weights are of no use")
+    return evaluation, dataset
 
 
 def pick_device(name: Device) -> torch.device:

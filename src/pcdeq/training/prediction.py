@@ -13,7 +13,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from pcdeq.data.userdata import open_picture
+from pcdeq.data.userdata import cut_and_scale, open_picture
+from pcdeq.errors import PcdeqError
 from pcdeq.models import load
 from pcdeq.recipes import ImageShape, paper_dataset
 from pcdeq.training.evaluation import Device, pick_device
@@ -67,6 +68,8 @@ def predict(
     images = torch.stack([image for image, _ in prepared]).to(where)
     with torch.inference_mode():
         probabilities = network.to(where)(run.preprocessing(images)).softmax(1)
+    if not bool(probabilities.isfinite().all()):
+        raise PcdeqError(f"the network of {run.path} gives infinite numbers or NaN: its weights are of no use")
     classes = run.preprocessing.classes
     predictions = []
     for path, (_, preparation), row in zip(paths, prepared, probabilities, strict=True):
@@ -94,7 +97,7 @@ def prepare_picture(picture: Image.Image, image_shape: ImageShape, ink: bool) ->
             picture = _centre_ink(picture, (width, height))
             done.append("ink scaled and centred")
         else:
-            picture = ImageOps.fit(picture, (width, height), Image.Resampling.BICUBIC)
+            picture = cut_and_scale(picture, (width, height))
             done.append("cut to its middle and scaled")
     pixels = torch.from_numpy(np.array(picture)).reshape(height, width, channels)
     return pixels.permute(2, 0, 1).contiguous(), ", ".join(done) or "as it is"

@@ -173,7 +173,8 @@ class Run(os.PathLike[str]):
 
     def dataset(self, data_dir: Path | None = None, *, quiet: bool = True) -> Dataset:
         """What it was trained on; ``data_dir`` says where that is now."""
-        return load_dataset(self.config.data, data_dir=data_dir or self.config.data_dir, quiet=quiet)
+        config = self.config
+        return load_dataset(config.data, data_dir=data_dir or config.data_dir, size=config.size, quiet=quiet)
 
     @property
     def metrics(self) -> list[EpochMetrics]:
@@ -226,8 +227,11 @@ class Run(os.PathLike[str]):
         record.
         """
         lines = self._metrics_until(checkpoint)
-        self.write("config.json", _to_json({**self.description, "config": config.to_dict()}))
-        self.write("metrics.jsonl", "".join(f"{line.to_json()}\n" for line in lines).encode())
+        with self._saving():
+            description = {**self.description, "config": config.to_dict()}
+            files.replace_file(self.path / "config.json", _to_json(description))
+            metrics = "".join(f"{line.to_json()}\n" for line in lines)
+            files.replace_file(self.path / "metrics.jsonl", metrics.encode())
         return Run(self.path)
 
     def _metrics_until(self, checkpoint: Checkpoint | None) -> list[EpochMetrics]:
@@ -246,9 +250,7 @@ class Run(os.PathLike[str]):
 
     def write(self, name: str, content: bytes) -> Path:
         """Put a file into the folder, whole or not at all; return its path."""
-        with self._saving():
-            files.replace_file(self.path / name, content)
-        return self.path / name
+        return files.write_file(self.path / name, content)
 
     def append_metrics(self, metrics: EpochMetrics) -> None:
         """Add a line, on the disk when this returns."""
@@ -323,6 +325,18 @@ def _require_plain(path: Path) -> None:
 def find_runs(folder: Path = RUNS) -> list[Run]:
     """The runs in a folder, by name."""
     return [Run(path.parent) for path in sorted(folder.glob("*/config.json"))]
+
+
+def readable_runs(folder: Path = RUNS) -> tuple[list[Run], list[str]]:
+    """The runs in a folder that can be read, and of each other one why not."""
+    runs, broken = [], []
+    for run in find_runs(folder):
+        try:
+            _ = run.config, run.metrics
+            runs.append(run)
+        except PcdeqError as error:
+            broken.append(f"{run.path}: {error}")
+    return runs, broken
 
 
 def _new_folder(config: ResolvedConfig) -> Path:

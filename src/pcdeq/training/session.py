@@ -130,7 +130,8 @@ def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = F
     """Load the data and build the network, anew or as ``run`` describes it."""
     accelerator = make_accelerator(config)
     with accelerator.main_process_first():  # one process downloads, the others find the files
-        dataset = load_dataset(config.data, data_dir=config.data_dir, quiet=quiet or not accelerator.is_main_process)
+        silent = quiet or not accelerator.is_main_process
+        dataset = load_dataset(config.data, data_dir=config.data_dir, size=config.size, quiet=silent)
     resolved = _anchored(config).resolve(dataset.image_shape)
     preprocessing = Preprocessing(dataset.mean, dataset.std, dataset.classes)
     if run is not None:

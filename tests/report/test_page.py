@@ -13,6 +13,9 @@ import pytest
 from made_runs import make_run
 
 from pcdeq.cli import main
+from pcdeq.recipes import find_row
+from pcdeq.report.curves import draw_families
+from pcdeq.report.tables import collect
 from pcdeq.training import find_runs
 
 ROWS = ("pcdeq-1-l-relu6", "pcdeq-1-l-tanh", "pcdeq-2-l-sigmoid")
@@ -116,6 +119,38 @@ def test_the_data_are_those_of_the_runs(folder, runs):
         assert (int(entry["epoch"]), int(entry["runs"])) == (epoch, 2)
     with (folder / "figures" / "forward-steps-mnist-mc.csv").open() as file:
         assert float(next(csv.DictReader(file))["mean"]) == pytest.approx(6.0)  # of 9, 6 and 3
+
+
+@pytest.mark.parametrize("row", ["pcdeq-1-l-tanh", "pcdeq-1-mc-relu6"])
+def test_steps_of_either_recipe_are_drawn_by_both_counts_and_nothing_lies_outside(row, tmp_path):
+    steps = (2.0,) if "-l-" in row else (2.0, 3.0, 30.0)
+    counted = {"paper_forward_steps": tuple(8 * one for one in steps), "paper_backward_steps": steps}
+    columns = {"forward_steps": steps, "backward_steps": steps, **counted}
+    for recipe in ("paper", "fast"):
+        make_run(tmp_path, row, find_row(row, recipe=recipe).epochs, settings={"recipe": recipe}, **columns)
+    charts = draw_families([line for lines in collect(find_runs(tmp_path)).values() for line in lines])
+    forward = [chart for chart in charts if chart.name.startswith("forward-steps-mnist")]
+    assert len(forward) == 2 and forward[1].name == f"{forward[0].name}-fast"
+    for chart in forward:
+        means = {entry["rule"]: entry["mean"] for entry in chart.data}
+        assert means == {"solver": pytest.approx(fmean(steps)), "paper": pytest.approx(8 * fmean(steps))}
+    for chart in charts:
+        for axes in chart.figure.axes:
+            low, high = axes.get_ylim()
+            curves = [line for line in axes.get_lines() if "accuracy" not in chart.name and len(line.get_ydata()) > 2]
+            assert all(low <= value <= high for line in curves for value in line.get_ydata()), chart.name
+
+
+def test_a_run_without_the_papers_count_is_drawn_without_it(tmp_path):
+    counted = {"paper_forward_steps": (8.0,), "paper_backward_steps": (8.0,)}
+    make_run(tmp_path, "pcdeq-1-l-tanh", 3, seed=0, **counted)
+    make_run(tmp_path, "pcdeq-1-l-tanh", 3, seed=1)  # of an older version
+    make_run(tmp_path, "pcdeq-1-l-relu6", 3, **counted)
+    charts = draw_families([line for lines in collect(find_runs(tmp_path)).values() for line in lines])
+    (chart,) = (chart for chart in charts if chart.name == "forward-steps-mnist-l")
+    assert {(one["rule"], one["activation"]) for one in chart.data} == {
+        ("solver", "tanh"), ("solver", "relu6"), ("paper", "relu6")
+    }  # fmt: skip
 
 
 def test_markdown_links_to_files_that_are_there(folder):

@@ -79,6 +79,11 @@ def _mean_steps(direction: str, layers: slice = slice(None)) -> Quantity:
     return lambda epoch: fmean(getattr(epoch, f"{direction}_steps")[layers])
 
 
+def _is_counted(line: Line) -> bool:
+    """Whether all its runs, in all epochs, have the paper's count, which older ones lack."""
+    return all(epoch.paper_forward_steps for run in line.runs for epoch in run.metrics)
+
+
 def _caption(family: Family, what: str) -> str:
     counts = sorted({len(line.runs) for line in family.lines.values()})
     runs = " or ".join(map(str, counts))
@@ -140,7 +145,7 @@ def _draw_steps(family: Family, direction: str) -> Chart:
     """As the paper counts them and, where training used another solver, as that took them."""
     label = f"{direction} steps per solve"
     rules = {"solver": ("in training, ours" if family.solver == "default" else "in training", direction, family.lines)}
-    counted = {name: line for name, line in family.lines.items() if line.steps(f"paper_{direction}", 1) is not None}
+    counted = {name: line for name, line in family.lines.items() if _is_counted(line)}
     if counted and family.solver != "paper":
         rules["paper"] = ("the paper's rule, at the end of each epoch", f"paper_{direction}", counted)
     figure = new_figure(6.0 if len(rules) == 1 else 9.0, 3.8, family.title)
@@ -150,8 +155,8 @@ def _draw_steps(family: Family, direction: str) -> Chart:
     ):
         drawn = _plot(axes, replace(family, lines=lines), _mean_steps(quantity))
         data += [{"rule": rule, **entry} for entry in drawn]
-        axes.set_ylim(bottom=0)
         finish(axes, "epoch", "" if number else label, title=title if len(rules) > 1 else "")
+    figure.axes[0].set_ylim(bottom=0)  # when all is drawn: it is shared, and would follow no further panel
     return Chart(f"{direction}-steps-{family.name}", _caption(family, label.capitalize()), figure, data)
 
 
@@ -162,8 +167,8 @@ def _draw_layers(family: Family, direction: str) -> Chart:
     for layer, axes in enumerate(figure.subplots(1, 3, sharey=True)):
         drawn = _plot(axes, family, _mean_steps(direction, slice(layer, layer + 1)))
         data += [{"layer": layer + 1, **entry} for entry in drawn]
-        axes.set_ylim(bottom=0)
         label = f"{direction} steps per solve" if layer == 0 else ""
         finish(axes, "epoch", label, title=f"layer {layer + 1}", legend=layer == 2)
+    figure.axes[0].set_ylim(bottom=0)
     name = f"{direction}-steps-layers-{family.name}"
     return Chart(name, _caption(family, f"{direction.capitalize()} steps by layer"), figure, data)

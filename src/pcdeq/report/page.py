@@ -131,7 +131,8 @@ def as_markdown(content: Content, out: Path, figures: Path) -> str:
             entry["command"] = f"`{entry['command']}`"
         if lines:
             parts.append(_folded("Every run: steps, certificates, seconds, commands", lines, DETAILS))
-    parts += ["## Claims of the paper's text", markdown_table([claim.cells() for claim in content.claims])]
+    claims = markdown_table([claim.cells() for claim in content.claims])
+    parts += ["## Claims of the paper's text", _count_claims(content.claims), claims]
     parts.append("## Figures")
     folder = os.path.relpath(figures, out.parent)
     for chart in content.charts:
@@ -159,7 +160,7 @@ def as_html(content: Content) -> str:
     style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     sections = [
         *(_section(data, rows, content.tables[data]) for data, rows in content.rows.items()),
-        '<h2 id="claims">Claims of the paper\'s text</h2>',
+        f'<h2 id="claims">Claims of the paper\'s text</h2><p>{_count_claims(content.claims)}</p>',
         _table([claim.cells() for claim in content.claims]),
         f'<h2 id="figures">Figures</h2><div class="figures">{"".join(map(_figure, content.charts))}</div>',
         f"<p>Figures of trained networks are missing: {html.escape(content.missing)}</p>" if content.missing else "",
@@ -173,7 +174,7 @@ def as_html(content: Content) -> str:
         f'<label><input type="checkbox" id="idle"> also the {idle} rows not trained to the end</label>' if idle else ""
     )
     notes = html.escape(f"{NOTES} Press a heading to sort, a row for its command.")
-    verdict = f'<p class="verdict">{html.escape(verdict_in_words(content.all_rows))}</p>'
+    verdict = f'<p class="summary">{html.escape(verdict_in_words(content.all_rows))}</p>'
     body = f'<h1>{TITLE}</h1>{verdict}<nav>{menu}{ask}</nav>{"".join(sections)}<p class="soft">{notes}</p>'
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -196,6 +197,11 @@ def _section(data: str, rows: Sequence[Comparison], lines: Sequence[Line]) -> st
         else ""
     )
     return f'<h2 id="{data}">{html.escape(_heading(data))}</h2>{_table(entries, looks)}{more}'
+
+
+def _count_claims(claims: Sequence[Claim]) -> str:
+    counts = Counter(claim.verdict for claim in claims)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("held", "did not hold", "not measured")) + "."
 
 
 def _heading(name: str) -> str:

@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from pcdeq.commands.export import Export
 from pcdeq.commands.listing import Data, List
+from pcdeq.commands.playing import Play
 from pcdeq.commands.proving import Certify, Check
 from pcdeq.commands.reproduction import Report, Reproduce
 from pcdeq.commands.shared import Command
@@ -19,7 +20,10 @@ from pcdeq.commands.training import Evaluate, Predict, Train
 
 __all__ = ["COMMANDS", "Command", "Train"]
 
-COMMANDS: tuple[type[Command], ...] = (Train, Evaluate, Certify, Check, Predict, Export, Reproduce, Report, List, Data)
+COMMANDS: tuple[type[Command], ...] = (
+    *(Train, Evaluate, Certify, Check, Predict, Play, Export),
+    *(Reproduce, Report, List, Data),
+)
 
 # Where None means "as the text says", tyro would add "(default: None)".
 for _command in COMMANDS:

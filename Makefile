@@ -3,6 +3,7 @@
 # make test-kernels     set up and run the tests of the C kernels; SANITIZE=1: built with gcc's sanitizers
 # make test-plain   set up and run the tests of layers, solvers, gradients, bounds and training without the C kernels
 # make test-core    make an environment with nothing but the core, and run the core's tests in it
+# make test-browser   set up and try the page to play with in a headless Chromium, which must be on the path
 # make docs     set up and build the documentation into docs/_build; a warning is an error
 # make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
@@ -14,7 +15,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo test test-kernels test-plain test-core lint docs check bench dist test-wheel clean
+.PHONY: help setup demo test test-kernels test-plain test-core test-browser lint docs check bench dist test-wheel clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -62,6 +63,10 @@ test-core:
 	$(VENV)-core/bin/$(INSTALL) -e . pytest hypothesis
 	$(VENV)-core/bin/python -m pytest -p no:cacheprovider $(CORE) \
 		--ignore tests/proofs/test_theorems.py --ignore tests/proofs/test_worst_case.py
+
+# PCDEQ_PICTURES=docs/img makes the pictures of it for the documentation.
+test-browser: setup
+	$(BIN)/python -m pytest tests/browser/play_in_chromium.py
 
 lint: setup
 	$(BIN)/ruff check .

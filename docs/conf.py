@@ -9,8 +9,9 @@ import re
 import shutil
 from pathlib import Path
 
-from pcdeq import __version__, cli
+from pcdeq import __version__, cli, load
 from pcdeq.commands import COMMANDS
+from pcdeq.play import SHIPPED, write_page
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "results"
@@ -97,6 +98,14 @@ def complete(app: object, page: str, source: list[str]) -> None:
     source[0] = source[0].replace("<!-- help -->", "\n".join(sections))
 
 
+def write_play(app, error: Exception | None) -> None:
+    """The page to play with, from the weights of the package, beside the page about it."""
+    if error is None:
+        networks = {name: load(name) for name in SHIPPED}
+        write_page(networks, Path(app.outdir) / "see-it-think.html", certify="tutorials/certify.html")
+
+
 def setup(app) -> None:
     copy_results()
+    app.connect("build-finished", write_play)
     app.connect("source-read", complete)

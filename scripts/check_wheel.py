@@ -14,6 +14,8 @@ WANTED = (
     "pcdeq/weights/pcdeq-1-l-tanh-mnist.safetensors",
     "pcdeq/report/page.css",
     "pcdeq/report/page.js",
+    "pcdeq/play/page.html",
+    "pcdeq/play/numerics.js",
     "pcdeq/_kernels",
     "pcdeq/cli.py",
     ".dist-info/licenses/LICENSE",

@@ -17,6 +17,7 @@ WHAT = {
     "report": "tables, figures, claims, the page",
     "reproduce": "many runs, also on Ray",
     "export": "ONNX, torch.export",
+    "play": "a page to draw on",
     "training": "loop, run folder, evaluation",
     "concave": "a map of yours, bounded",
     "models": "networks by name, baselines",
@@ -58,7 +59,7 @@ WHAT = {
 # By what a module is about: commands, runs, networks and layers, proofs, the equation, the ground, the data.
 COLOURS = {
     "#f1e6f7": {"cli", "commands"},
-    "#e3ecf9": {"report", "reproduce", "export", "training"},
+    "#e3ecf9": {"report", "reproduce", "export", "training", "play"},
     "#e2f3ec": {"models", "layers", "implicit", "maps", "residual", "testing"},
     "#fde6e1": {"proofs", "theory", "concave"},
     "#fbf1dd": {"injection", "equation", "sparse", "activations", "operators", "solvers"},

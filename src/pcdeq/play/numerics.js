@@ -86,8 +86,8 @@ function step({ activation, weight }, z, x, factor) {
 
 const change = (points) => points.at(-1).reduce((most, z, i) => Math.max(most, Math.abs(z - points.at(-2)[i])), 0);
 
-// From 0, which is below every equilibrium, steps rise; from the top, above every one, they fall. Neither jumps over it,
-// so that between lower[k] and upper[k] lies the equilibrium of every x in the box, at every step k.
+// From 0, below every equilibrium, steps rise; from the top, above every one, they fall. Neither jumps over it, so that
+// between lower[k] and upper[k] lies the equilibrium of every x in the box, at every step k.
 function settle(network, x, factor = 1) {
   let { s, top } = ACTIVATIONS[network.activation];
   if (top === Infinity) {

@@ -7,7 +7,8 @@ const pen = paper.getContext("2d", { willReadFrequently: true });
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const PAPERS = ["tanh", "softsign", "relu6", "sigmoid"]; // the activations of the paper
 const SECONDS = 2.5; // to play all steps
-const FEWEST = 24; // steps on the axis
+const FEWEST = 24; // steps on the axis, whose ticks are powers of ten
+const TICKS = [0, -5, -10, -15];
 const SAMPLES = [
   "M140 42C70 42 70 238 140 238C210 238 210 42 140 42",
   "M112 78L148 42V238",
@@ -26,28 +27,34 @@ const choices = [...new Set([...stored.map((one) => one.activation), ...PAPERS])
   const own = stored.find((one) => one.activation === activation), network = readNetwork(own ?? stored[0]);
   return { network: { ...network, activation }, plain: unconstrained({ ...network, activation }), borrowed: !own };
 });
-let chosen = choices[0], pixels = null, thought = null, wild = null, playing = 0, dirty = false, pointer = null, sample = 0;
+let chosen = choices[0], pixels = null; // what is looked at: a network, and the prepared drawing if there is one
+let thought = null, wild = null; // all steps of the layer, and of the one without its constraint
+let playing = 0, dirty = false; // since when the steps are played, and whether to think again
+let pointer = null, sample = 0;
 
-const power = (number) => `10${String(number).replace(/./g, (digit) => ({ "-": "⁻" })[digit] ?? "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit])}`;
-const path = (points) => `M${points.map((point) => point.map((x) => x.toFixed(4)).join(" ")).join("L")}`;
-const dot = (i, x, y) => `M${x} ${y}h0`;
-const across = (units, y, mark) => { // all units, side by side: marks of their own, or one line
+const noiseLevel = () => WIDEST * (noise.value / 1000) ** 3;
+const factorLevel = () => 100 ** (factor.value / 1000);
+const largest = (a, b) => a.reduce((most, z, i) => Math.max(most, Math.abs(z - b[i])), 1e-16);
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+const power = (number) => `10${String(number).replace(/./g, (sign) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(sign)])}`;
+const path = (points) => `M${points.map((point) => point.map((x) => x.toFixed(3)).join(" ")).join("L")}`;
+
+// All units side by side, in the order of where they settle: a mark for each, or one line through all.
+function across(units, y, mark) {
   const places = thought.order.map((unit, i) => [(i + 0.5) / units.length, y(units[unit])]);
-  return mark ? places.map(([x, y], i) => mark(thought.order[i], x.toFixed(4), y.toFixed(4))).join("") : path(places);
-};
-const draw = (svg, shapes) => { // each shape is made once, and then only its path is set
+  if (!mark) return path(places);
+  return places.map(([x, y], i) => `M${x.toFixed(4)} ${y.toFixed(3)}${mark(thought.order[i])}`).join("");
+}
+
+// Each shape is made once; then only its path is set.
+function draw(svg, shapes) {
   for (const [name, d] of Object.entries(shapes)) {
     let shape = svg.getElementsByClassName(name)[0];
     if (!shape) svg.append((shape = document.createElementNS("http://www.w3.org/2000/svg", "path")));
     shape.setAttribute("class", name);
     shape.setAttribute("d", d);
   }
-};
-
-const noiseLevel = () => WIDEST * (noise.value / 1000) ** 3;
-const factorLevel = () => 100 ** (factor.value / 1000);
-const largest = (a, b) => a.reduce((most, z, i) => Math.max(most, Math.abs(z - b[i])), 1e-16);
-const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+}
 
 // Everything from the drawing on; some milliseconds.
 function rethink() {
@@ -64,6 +71,7 @@ function rethink() {
   showChart();
   $("noise-out").value = noiseLevel() ? `± ${noiseLevel().toPrecision(2)} in each pixel` : "none";
   $("factor-out").value = `× ${+factorLevel().toPrecision(factorLevel() < 99.5 ? 2 : 3)}`;
+  $("trained").textContent = chosen.borrowed ? `, weights trained with ${stored[0].activation}` : "";
   clearTimeout(rethink.later);
   $("end").hidden = !pixels;
   $("end-out").textContent = "";
@@ -91,37 +99,42 @@ function showEnd() {
 const height = (number) => (1 - Math.log10(number)) / 17; // from 10 at the top to 1e-16
 
 function showChart() {
-  const last = +stepper.max, { lower, upper, provedAt } = thought, at = Math.max(provedAt, 0);
+  const last = +stepper.max, { lower, upper, provedAt } = thought, proved = provedAt >= 0 && pixels;
   const gaps = lower.map((low, k) => [k, height(largest(upper[k], low))]);
   const moves = wild.slice(1).map((z, k) => [k + 1, height(largest(z, wild[k]))]);
   $("chart").setAttribute("viewBox", `0 0 ${last} 1`);
-  draw($("chart"), { grid: [0, -5, -10, -15].map((p) => `M0 ${height(10 ** p)}H${last}`).join(""),
-    "curve wild": path(moves), "curve gap": path([...gaps, [last, gaps.at(-1)[1]]]), flag: provedAt < 0 || !pixels ? "" : `M${at} 0V1` });
-  $("mark").style.left = `${(100 * at) / last}%`;
-  $("mark").style.translate = `${-100 * (at / last)}%`;
-  $("mark").textContent = provedAt < 0 || !pixels ? "" : `proved at step ${provedAt}`;
+  draw($("chart"), {
+    grid: TICKS.map((tick) => `M0 ${height(10 ** tick)}H${last}`).join(""),
+    "curve wild": path(moves),
+    "curve gap": path([...gaps, [last, gaps.at(-1)[1]]]),
+    flag: proved ? `M${provedAt} 0V1` : "",
+  });
+  $("mark").textContent = proved ? `proved at step ${provedAt}` : "";
+  Object.assign($("mark").style, { left: `${(100 * provedAt) / last}%`, translate: `${(-100 * provedAt) / last}%` });
   $("plain-state").textContent = moves.at(-1)[1] < height(1e-6) ? "does not settle" : "settles, too";
 }
 
-// One moment: between two steps, bounds in between are bounds, too. Units stand in the order of where they settle.
+// One moment: between two steps, bounds in between are bounds, too.
 function show(position) {
-  const k = Math.floor(position), part = position - k, { lower, upper, top, order } = thought;
+  const k = Math.floor(position), part = position - k, { lower, upper, top } = thought;
   const blend = (points) => {
     const [from, to] = [k, k + 1].map((step) => points[Math.min(step, points.length - 1)]);
     return from.map((z, i) => z + part * (to[i] - z));
   };
-  const [low, high, plain] = [lower, upper, wild].map(blend), gap = largest(high, low);
-  const y = (z) => 1 - z / top, ground = ACTIVATIONS[chosen.network.activation].s(-1) < 0 ? -top : 0;
-  const trail = (points) => points.slice(0, k + 1).map((z) => across(z, y)).join("");
+  const [low, high, plain] = [lower, upper, wild].map(blend), gap = largest(high, low), dot = () => "h0";
+  const y = (z) => 1 - z / top;
+  const trail = (points) => points.slice(0, Math.min(k + 1, 40)).map((z) => across(z, y)).join("");
   draw($("units"), { "low trail": trail(lower), "high trail": trail(upper),
     "high dots": across(high, y, dot), "low dots": across(low, y, dot) });
-  const wildY = (z) => (top - z) / (top - ground), recent = wild.slice(Math.max(0, k - 8), k + 1);
-  const span = (choose) => low.map((_, i) => choose(...recent.map((z) => z[i])));
+  const ground = ACTIVATIONS[chosen.network.activation].s(-1) < 0 ? -top : 0, wildY = (z) => (top - z) / (top - ground);
+  const recent = wild.slice(Math.max(0, k - 8), k + 1);
+  const span = (choose) => plain.map((_, i) => choose(...recent.map((z) => z[i]))), most = span(Math.max);
   draw($("plain"), { grid: `M0 ${wildY(0)}H1`, "wild dots": across(plain, wildY, dot),
-    "wild reach": across(span(Math.min), wildY, (i, x, from, most = span(Math.max)) => `M${x} ${from}V${wildY(most[i])}`) });
+    "wild reach": across(span(Math.min), wildY, (i) => `V${wildY(most[i]).toFixed(3)}`) });
   draw($("chart"), { now: `M${position} 0V1` });
   $("units").classList.toggle("met", gap < 0.01 * top);
-  $("state").textContent = gap < 1e-13 ? "closed" : `gap below ${gap < 1 ? power(Math.ceil(Math.log10(gap))) : Math.ceil(gap)}`;
+  const size = Math.ceil(Math.log10(gap));
+  $("state").textContent = gap < 1e-13 ? "closed" : `gap below ${size < 0 ? power(size) : 10 ** size}`;
   stepper.value = k;
   $("step-out").value = `step ${k} of ${stepper.max}`;
   showVerdict(judge(chosen.network, low, high), position >= +stepper.max);
@@ -132,6 +145,7 @@ function showVerdict({ scores, best, least, most, proved }, ended) {
   const range = Math.max(...thought.verdict.least.map(Math.abs), 1e-9);
   const words = proved ? ["✓ proved", `no other can win${noiseLevel() ? ", whatever the noise" : ""}`]
     : [ended ? "not proved" : "settling …", `it may be ${rest.length > 5 ? "any other" : rest.join(", ")}`];
+  if (factorLevel() > 1 || chosen.borrowed) words[1] += " – for weights that nobody trained";
   $("answer").classList.toggle("proved", proved && pixels !== null);
   $("digit").textContent = pixels ? classes[best] : "";
   [$("word").textContent, $("why").textContent] = pixels ? words : ["", "draw a digit"];
@@ -167,7 +181,7 @@ function line(to) {
   pen.beginPath();
   pen.moveTo(spot.x, spot.y);
   move(to);
-  pen.lineTo(spot.x, spot.y);
+  pen.lineTo(spot.x, spot.y + 0.01); // a line of no length would not be drawn
   pen.stroke();
   changed();
 }
@@ -231,17 +245,16 @@ for (const name of classes) {
   row.innerHTML = '<span></span><svg viewBox="0 0 100 10" preserveAspectRatio="none"></svg>';
   row.firstChild.textContent = name;
 }
-for (const p of [0, -5, -10, -15]) {
+for (const p of TICKS) {
   const tick = $("chart").parentNode.appendChild(document.createElement("span"));
   Object.assign(tick, { className: "tick", textContent: power(p) }).style.top = `${100 * height(10 ** p)}%`;
 }
 choices.forEach((choice, i) => {
   const { activation } = choice.network, id = `activation-${i}`;
-  $("activations").insertAdjacentHTML("beforeend", `<input type="radio" name="activation" id="${id}"><label for="${id}"></label>`);
-  const [button, label] = [$(id), $(id).nextSibling];
-  label.textContent = activation;
+  const button = Object.assign(document.createElement("input"), { type: "radio", name: "activation", id });
+  const label = Object.assign(document.createElement("label"), { htmlFor: id, textContent: activation });
   label.classList.toggle("borrowed", choice.borrowed);
-  if (choice.borrowed) label.title = `with the weights of ${stored[0].name}, which was not trained with it`;
+  $("activations").append(button, label);
   button.checked = choice === chosen;
   button.onchange = () => { chosen = choice; changed(true); };
 });

@@ -32,6 +32,7 @@ DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
   pcdeq evaluate runs/demo-mnist-mini-seed0
   pcdeq certify runs/demo-mnist-mini-seed0         prove what the exact network says
   pcdeq predict runs/demo-mnist-mini-seed0 seven.png
+  pcdeq play runs/demo-mnist-mini-seed0           a page to draw on, and to watch the network settle
   pcdeq reproduce mnist --rows 'pcdeq-?-l-*'      tables of the paper; `pcdeq report`: a page of what there is
   pcdeq export runs/demo-mnist-mini-seed0 --to onnx
   pcdeq list                                      all rows of the paper; `pcdeq list runs`: all of yours

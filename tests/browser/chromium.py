@@ -31,8 +31,14 @@ class Browser:
     def __init__(self, command: str, folder: str) -> None:
         (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
         # The browser reads its commands from descriptor 3 and answers on 4.
-        script = f"exec 3<&{theirs_in} 4>&{theirs_out}; exec \"$@\""
-        options = ["--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage"]
+        script = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
+        options = [
+            "--headless=new",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+        ]
         options += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder}"]
         if os.name == "posix" and os.geteuid() == 0:
             options.append("--no-sandbox")  # it cannot have one as root, as in containers

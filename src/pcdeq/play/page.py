@@ -11,6 +11,7 @@ import html
 import json
 from collections.abc import Mapping
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -21,10 +22,10 @@ from torch import Tensor
 from pcdeq.activations import ACTIVATIONS
 from pcdeq.errors import UsageError
 from pcdeq.files import write_file
-from pcdeq.models import Network, load
+from pcdeq.models import Network
 from pcdeq.operators import Dense
 from pcdeq.proofs import trusted
-from pcdeq.proofs.kinds import BatchNorm, Dropout, Equilibrium, Flatten, Identity, Linear
+from pcdeq.proofs.kinds import Dropout, Equilibrium, Flatten, Identity, Linear
 from pcdeq.proofs.network import split_classifier
 from pcdeq.proofs.rules import Layer
 
@@ -42,9 +43,9 @@ def write_page(networks: Mapping[str, Network], out: Path, *, certify: str | Non
         networks: those of the package and of runs (`pcdeq.load`) whose layers are dense, one of them an equilibrium.
         certify: where there is more about `pcdeq certify`, for a link.
 
-    >>> import tempfile
+    >>> import pcdeq, tempfile
     >>> name = "pcdeq-1-l-tanh-mnist"
-    >>> page = write_page({name: load(name)}, Path(tempfile.mkdtemp()) / "play.html")
+    >>> page = write_page({name: pcdeq.load(name)}, Path(tempfile.mkdtemp()) / "play.html")
     >>> page.stat().st_size < 500_000
     True
     """
@@ -85,7 +86,7 @@ def describe(name: str, network: Network) -> dict[str, Any]:
     if len(places) != 1:
         raise UsageError(f"{name} has {len(places)} equilibrium layers: the page shows exactly one")
     (place,) = places
-    before, after = sum(described[:place], []), sum(described[place + 1 :], [])
+    before, after = (list(chain(*part)) for part in (described[:place], described[place + 1 :]))
     return {
         "name": name,
         "image": image,
@@ -98,18 +99,17 @@ def describe(name: str, network: Network) -> dict[str, Any]:
 
 def _parts(layer: Layer) -> list[dict[str, Any]]:
     """What the page is to know of a layer; nothing, if it changes no number."""
-    if isinstance(layer, Equilibrium):
-        return [_equilibrium(layer)]
-    if isinstance(layer, BatchNorm):
-        scale, shift = layer.per_channel()
-        return [{"scale": _numbers(scale), "shift": _numbers(shift)}]
-    if isinstance(layer, Linear):
-        weight, bias = layer.module.weight, layer.module.bias
-        bias = weight.new_zeros(len(weight)) if bias is None else bias
-        return [{"weight": _numbers(weight), "bias": _numbers(bias)}]
     if isinstance(layer, Flatten | Identity | Dropout):
         return []
-    layer.refuse("a page to play with takes dense layers only, around one dense equilibrium")
+    if isinstance(layer, Equilibrium):
+        return [_equilibrium(layer)]
+    per_channel = layer.per_channel()
+    if per_channel is not None:
+        return [{"scale": _numbers(per_channel.scale), "shift": _numbers(per_channel.shift)}]
+    if not isinstance(layer, Linear):
+        layer.refuse("a page to play with takes dense layers only, around one dense equilibrium")
+    weight, bias = layer.module.weight, layer.module.bias
+    return [{"weight": _numbers(weight), "bias": _numbers(weight.new_zeros(len(weight)) if bias is None else bias)}]
 
 
 def _equilibrium(layer: Equilibrium) -> dict[str, Any]:

@@ -91,9 +91,10 @@ def test_the_authors_minutes_are_computed_from_the_benchmark(tmp_path):
         {"row": ROW, "data": "mnist", "method": method, "training": {"median": median}} for method, median in steps
     ]
     path.write_text(json.dumps({"measurements": entries}))
-    fast(tmp_path / "runs")
+    fast(tmp_path / "runs", accuracy=lambda epoch: 97.0 + (epoch >= 8) * 1.5)
     cells = made(tmp_path / "runs", Bench.read(path)).cells()
     assert cells["min, authors'*"] == "3.1"  # 5 ms times 938 steps times 40 epochs
+    assert cells["faster*"] == "25x"  # 40 epochs of 5 ms over 8 of 1
     path.write_text("[]")
     with pytest.raises(DataError, match=r"bench\.json is not what `make bench` writes"):
         Bench.read(path)
@@ -101,6 +102,6 @@ def test_the_authors_minutes_are_computed_from_the_benchmark(tmp_path):
 
 def test_svhn_takes_the_time_of_cifar10():
     row = find_row("pcdeq-1-mc-relu6", "svhn")
-    minutes = Bench({("pcdeq-1-mc-relu6", "cifar10"): 60.0}).minutes(row)
+    minutes = Bench({("hook", "pcdeq-1-mc-relu6", "cifar10"): 60.0}).minutes("hook", row, 50)
     assert minutes == pytest.approx(0.001 * 1145 * 50)  # 73,257 images are 1,145 steps
-    assert Bench({}).minutes(row) is None
+    assert Bench({}).minutes("hook", row, 50) is None

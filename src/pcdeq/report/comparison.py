@@ -18,32 +18,32 @@ from pcdeq.report.tables import Line, seconds_per_epoch, signed, with_spread
 BATCH = 64  # images of a step of the paper
 IMAGES = {"mnist": 60_000, "svhn": 73_257, "cifar10": 50_000}  # of training
 TIMED_LIKE = {"svhn": "cifar10"}  # the benchmark leaves out data whose networks and pictures are of the same size
-AUTHORS = "hook"  # what the benchmark calls their pattern of code
+AUTHORS, OURS = "hook", "pcdeq"  # what the benchmark calls their pattern of code, and ours
 Verdict = Literal["above", "equal", "below", "not trained"]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Milliseconds of a training step in the authors' pattern of code, by row and data, as `make bench` measured it."""
+    """Milliseconds of a training step, by method, row and data, as `make bench` measured them in turns."""
 
-    steps: dict[tuple[str, str], float]
+    steps: dict[tuple[str, str, str], float]
 
     @classmethod
     def read(cls, path: Path) -> Bench:
         """From ``bench.json``; of several runs of the benchmark the median."""
-        found: dict[tuple[str, str], list[float]] = {}
+        found: dict[tuple[str, str, str], list[float]] = {}
         try:
             for one in json.loads(path.read_text(encoding="utf-8"))["measurements"]:
-                if one["method"] == AUTHORS:
-                    found.setdefault((one["row"], one["data"]), []).append(float(one["training"]["median"]))
+                kind = (one["method"], one["row"], one["data"])
+                found.setdefault(kind, []).append(float(one["training"]["median"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is not what `make bench` writes: {error!r}") from error
         return cls({key: median(values) for key, values in found.items()})
 
-    def minutes(self, row: Row) -> float | None:
-        """What all epochs of the paper would take at that speed; computed, not trained."""
-        step = self.steps.get((row.name, TIMED_LIKE.get(row.dataset, row.dataset)))
-        return None if step is None else step * ceil(IMAGES[row.dataset] / BATCH) * row.epochs / 60_000
+    def minutes(self, method: str, row: Row, epochs: int) -> float | None:
+        """What so many epochs take at that speed; computed, not trained."""
+        step = self.steps.get((method, row.name, TIMED_LIKE.get(row.dataset, row.dataset)))
+        return None if step is None else step * ceil(IMAGES[row.dataset] / BATCH) * epochs / 60_000
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Comparison:
         """For a table, what matters first."""
         fast, papers, shown = self.by("fast"), self.by("paper"), self.shown
         epochs = "" if shown is None else f"{shown.epochs} of {self.row.epochs}"
-        authors = self.bench.minutes(self.row) if self.is_the_papers and shown is not None else None
+        authors = self._authors_minutes
         return {
             "row": self.row.title,
             "published": "" if self.lines[0].published is None else f"{self.lines[0].published:.1f}",
@@ -114,7 +114,21 @@ class Comparison:
             "min, recipe": _minutes(fast),
             "min, schedule": _minutes(papers),
             "min, authors'*": "" if authors is None else _short(authors),
+            "faster*": "" if (faster := self.speedup) is None else f"{faster:.0f}x",
         }
+
+    @property
+    def _authors_minutes(self) -> float | None:
+        known = self.is_the_papers and self.shown is not None
+        return self.bench.minutes(AUTHORS, self.row, self.row.epochs) if known else None
+
+    @property
+    def speedup(self) -> float | None:
+        """How much sooner our recipe has the published accuracy: both at the speed of a quiet machine, in turns."""
+        line, authors = self.by("fast"), self._authors_minutes
+        epochs = None if line is None or line.published is None else epochs_until(line, line.published)
+        ours = None if epochs is None else self.bench.minutes(OURS, self.row, epochs)
+        return None if ours is None or authors is None else authors / ours
 
 
 def compare(lines: Sequence[Line], bench: Bench | None = None) -> list[Comparison]:
@@ -147,14 +161,13 @@ def verdict_in_words(rows: Sequence[Comparison]) -> str:
     return ", ".join(parts) + "."
 
 
-def minutes_until(line: Line, accuracy: float) -> float | None:
-    """Minutes of training until the mean over the runs has this accuracy, to its digit, and keeps it to the end."""
+def epochs_until(line: Line, accuracy: float) -> int | None:
+    """Epochs until the mean over the runs has this accuracy, to its digit, and keeps it to the end."""
     held = 0
     for epoch, metrics in enumerate(zip(*(run.metrics for run in line.runs), strict=True), start=1):
         reached = round(fmean(one.test_accuracy for one in metrics), 1) >= accuracy
         held = (held or epoch) if reached else 0
-    seconds = seconds_per_epoch(line)
-    return held * seconds / 60 if held and seconds is not None else None
+    return held or None
 
 
 def _accuracy(line: Line | None) -> str:
@@ -164,8 +177,8 @@ def _accuracy(line: Line | None) -> str:
 def _minutes(line: Line | None) -> str:
     if line is None or line.published is None:
         return ""
-    minutes = minutes_until(line, line.published)
-    return "not reached" if minutes is None else _short(minutes)
+    epochs, seconds = epochs_until(line, line.published), seconds_per_epoch(line)
+    return "not reached" if epochs is None or seconds is None else _short(epochs * seconds / 60)
 
 
 def _short(minutes: float) -> str:

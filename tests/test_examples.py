@@ -88,3 +88,48 @@ def test_epidemic(run):
     step[7] = 1e-3
     up, down = (example["epidemic"](indices, rates + d).solve(x).value.sum() for d in (step, -step))
     assert float(layer.operator.weight.grad[0, 7]) == pytest.approx(float(up - down) / 2e-3, rel=1e-3)
+
+
+class TestMinimal:
+    """The idea in one file of plain torch, and the package, say the same."""
+
+    @pytest.fixture
+    def minimal(self):
+        return runpy.run_path(str(EXAMPLES / "minimal.py"))
+
+    def test_it_is_short_and_without_the_package(self, capsys):
+        text = (EXAMPLES / "minimal.py").read_text()
+        assert text.count("\n") < 80
+        assert not re.search(r"^(import|from) (?!torch)", text, flags=re.MULTILINE)
+        runpy.run_path(str(EXAMPLES / "minimal.py"), run_name="__main__")
+        width = float(re.search(r"known to (\S+), proved", capsys.readouterr().out)[1])
+        assert 0 < width < 1e-9
+
+    @pytest.mark.parametrize("size", [0.1, 1.0, 50.0])
+    def test_it_agrees_with_the_package(self, minimal, size):
+        solver = pcdeq.Anderson(tol=1e-12, max_steps=5000)
+        ours = pcdeq.PcDEQLinear(12, "tanh", weight_norm=False, solver=solver).double()
+        layer = minimal["Layer"](12).double()
+        with torch.no_grad():
+            layer.weight.mul_(size)
+            ours.operator.weight.copy_(layer.weight)
+        x, v = torch.randn(5, 12, dtype=torch.float64).requires_grad_(), torch.randn(5, 12, dtype=torch.float64)
+        values, gradients = [], []
+        for module, weight in ((layer, layer.weight), (ours, ours.operator.weight)):
+            z = module(x)
+            values.append(z.detach())
+            gradients.append(torch.autograd.grad((z * v).sum(), (x, weight)))
+        torch.testing.assert_close(*values, rtol=1e-8, atol=1e-10)
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+    @pytest.mark.parametrize("error", [0.0, 1e-3, 0.5])
+    def test_its_bounds_hold_the_equilibrium(self, minimal, error):
+        ours = pcdeq.PcDEQLinear(12, "tanh", solver=pcdeq.Anderson(tol=1e-14, max_steps=5000)).double()
+        x = torch.randn(5, 12, dtype=torch.float64)
+        box, z = ours.enclose(x), ours.solve(x).value.detach()
+        near = z * (1 + error * torch.rand_like(z))
+        low, high = minimal["bounds"](ours.operator.effective_weight().detach(), ours.inject(x).detach(), near)
+        assert bool((low <= box.upper).all()) and bool((box.lower <= high).all())
+        assert bool((low <= z).all()) and bool((z <= high).all())
+        assert float((high - low).max()) < (1 if error else 1e-9)

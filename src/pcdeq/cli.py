@@ -24,20 +24,15 @@ from pcdeq.extras import needing
 if TYPE_CHECKING:
     from pcdeq.commands import Command
 
-DESCRIPTION = """Equilibrium networks that provably converge (pcDEQ). Examples:
+EXAMPLES = """
   pcdeq train                                     learn handwritten digits, in about a minute, offline
   pcdeq train pcdeq-1-mc-relu6 --data cifar10     a row of the paper, with the paper's hyperparameters
-  pcdeq train pcdeq-1-sc-tanh --data my-pictures  the same network for pictures of your own
+  pcdeq train pcdeq-1-sc-tanh --data my-pictures --size 32   the same network for pictures of your own
   pcdeq train --resume runs/demo-mnist-mini-seed0
-  pcdeq evaluate runs/demo-mnist-mini-seed0
-  pcdeq certify runs/demo-mnist-mini-seed0         prove what the exact network says
   pcdeq predict runs/demo-mnist-mini-seed0 seven.png
+  pcdeq certify runs/demo-mnist-mini-seed0        prove what the exact network says
   pcdeq play runs/demo-mnist-mini-seed0           a page to draw on, and to watch the network settle
-  pcdeq reproduce mnist --rows 'pcdeq-?-l-*'      tables of the paper; `pcdeq report`: a page of what there is
-  pcdeq export runs/demo-mnist-mini-seed0 --to onnx
-  pcdeq list                                      all rows of the paper; `pcdeq list runs`: all of yours
-`pcdeq COMMAND --help` explains a command, `pcdeq --version` names this one. On several GPUs or processes:
-  torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10
+  torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10   on several GPUs or processes
 """
 
 # What shells expect: 128 and the number of the signal that ended it.
@@ -111,14 +106,16 @@ def parse(arguments: Sequence[str]) -> Command:
     from pcdeq.commands import COMMANDS
 
     names = {kind.__name__.lower(): kind for kind in COMMANDS}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview(names))
+        raise SystemExit(0)
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
             return tyro.extras.subcommand_cli_from_dict(
                 names,
                 prog="pcdeq",
-                description=DESCRIPTION,
-                args=list(arguments) or ["--help"],
+                args=list(arguments),
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.DisallowNone),
             )
     except SystemExit as stop:
@@ -126,6 +123,14 @@ def parse(arguments: Sequence[str]) -> Command:
             raise  # --help has been printed
         command = " ".join(["pcdeq", *(name for name in arguments[:1] if name in names)])
         raise UsageError(f"{_one_line(messages.getvalue())} (see {command} --help)") from None
+
+
+def _overview(commands: dict[str, type[Command]]) -> str:
+    """All commands, a line each: what the first sentence of each says before it explains."""
+    sentences = {name: re.split(r"[.:;]", kind.__doc__ or "")[0] for name, kind in commands.items()}
+    lines = "\n".join(f"  {name:<11}{sentence}" for name, sentence in sentences.items())
+    about = "Equilibrium networks that provably converge (pcDEQ). `pcdeq COMMAND --help` explains a command:"
+    return f"usage: pcdeq COMMAND [OPTIONS], pcdeq --version\n\n{about}\n\n{lines}\n\nExamples:{EXAMPLES}".rstrip()
 
 
 def _one_line(box: str) -> str:

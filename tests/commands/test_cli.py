@@ -56,6 +56,16 @@ class TestHelp:
         assert "pcdeq train pcdeq-1-mc-relu6 --data cifar10" in text
         assert "torchrun" in text
 
+    def test_all_commands_on_one_screen_a_line_each(self, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main(["--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert stop.value.code == 0
+        assert len(lines) <= 24 + 2
+        assert max(map(len, lines)) <= 110
+        for kind in COMMANDS:
+            assert len([line for line in lines if line.startswith(f"  {kind.__name__.lower()} ")]) == 1
+
     def test_without_torch(self):
         code = "import sys\nfrom pcdeq.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
         code += "sys.exit('torch' in sys.modules)"

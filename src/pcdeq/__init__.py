@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pcdeq.solvers import Anderson, Newton, Outcome, Picard, Solution
     from pcdeq.sparse import Sparse
     from pcdeq.training import train
+    from pcdeq.unrolling import unroll
 
 _HOMES = {
     "pcdeq.activations": ("Activation",),
@@ -44,6 +45,7 @@ _HOMES = {
     "pcdeq.solvers": ("Anderson", "Newton", "Outcome", "Picard", "Solution"),
     "pcdeq.sparse": ("Sparse",),
     "pcdeq.training": ("train",),
+    "pcdeq.unrolling": ("unroll",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -79,6 +81,7 @@ __all__ = [
     "project_",
     "recalibrate",
     "train",
+    "unroll",
 ]
 
 

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 from pcdeq import injection as injections
 from pcdeq.activations import Activation, as_activation
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.implicit import GRADIENTS, AnySolver, Gradient, Plan, equilibrium, no_autocast, solve_equation
+from pcdeq.implicit import GRADIENTS, Gradient, Plan, equilibrium, is_known_solver
 from pcdeq.injection import TINY_FLOOR
-from pcdeq.operators import Conv, Dense, LinearMap, Operator
+from pcdeq.operations import AnySolver, autocasts, no_autocast, require_tensor, solve_equation
+from pcdeq.operators import Conv, Dense, Device, LinearMap, Operator
+from pcdeq.parametrisation import is_transformed
 from pcdeq.proofs.certified import Certified, Question, solve_until
 from pcdeq.proofs.gradient import GradientEnclosure, enclose_gradient
 from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, refine
@@ -46,7 +49,7 @@ class PcDEQ(SolvingLayer):
         adjoint_solver: backward; by default like ``solver``.
         gradient: ``"implicit"`` is exact up to the solvers' tolerance; ``"phantom"`` differentiates the
             last ``gradient_steps`` steps, ``"jacobian-free"`` one step, ``"unrolled"`` all of a plain
-            iteration from the start (memory grows with them, second derivatives exist).
+            iteration from the start (memory grows with them).
         warm_start: start each solve from what earlier equilibria taught (see `pcdeq.solvers.start`), kept like
             the statistics of batch norm. It saves about half of the steps; the equilibrium is the same from
             every start. Not used with ``stop="batch"``, the paper's rule.
@@ -101,7 +104,7 @@ class PcDEQ(SolvingLayer):
         self.floor = self._checked_floor(floor)
         self.gradient: Gradient = gradient
         self.gradient_steps = gradient_steps
-        self.warm = WarmStart() if warm_start else None
+        self.warm = WarmStart().to(operator.device, operator.dtype) if warm_start else None
 
     def _checked_floor(self, floor: float | None) -> float:
         if floor is None:
@@ -139,18 +142,29 @@ class PcDEQ(SolvingLayer):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise UsageError(f"the input must be a tensor, got {type(x).__name__}; torch.as_tensor makes one")
-        if torch.compiler.is_compiling():
+        if type(x) is not Tensor:
+            require_tensor(x, "the input")
+        if torch.compiler.is_compiling() and not self._is_known():
+            if torch.compiler.is_exporting():
+                raise UsageError("torch.export takes no part of your own, Certified or unrolled: use pcdeq.unroll")
             # The solve decides by its residuals when to stop: outside the graph, as one opaque call.
             return torch.compiler.disable(self.forward)(x)  # pyright: ignore[reportReturnType, reportArgumentType]
+        if is_tracing():
+            raise UsageError("torch.jit.trace would record the steps of one input: use torch.export or pcdeq.unroll")
         plan = Plan(self.solver, self.adjoint_solver, self.gradient, self.gradient_steps, self._told)
         with no_autocast(x.device.type):
             equation = self.equation(x)
             z, stats = equilibrium(equation, plan, self._guess(equation))
-        self.record_forward(stats)
+        if not torch.compiler.is_exporting():
+            self.record_forward(stats)
         z = z if z.shape == x.shape else z.reshape(x.shape)
-        return z if z.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else z.to(x.dtype)
+        return z if z.dtype == x.dtype or autocasts(x.device.type) else z.to(x.dtype)
+
+    def _is_known(self) -> bool:
+        """Whether a compiler can be told of the whole solve as one operator."""
+        parts = type(self.operator) in (Dense, Conv) and self.activation.builtin and self.injection is None
+        solvers = is_known_solver(self.solver) and is_known_solver(self.adjoint_solver)
+        return parts and solvers and self.gradient != "unrolled"
 
     def _guess(self, equation: Equation) -> Tensor | None:
         return None if self.warm is None else self.warm.guess(equation.x)
@@ -158,7 +172,7 @@ class PcDEQ(SolvingLayer):
     def _told(self, stats: SolveStats, z: Tensor, linear: LinearMap) -> None:
         """Hear of an adjoint solve, and learn from the equilibria that it was about."""
         self.record_backward(stats)
-        if self.training and self.warm is not None:
+        if self.training and self.warm is not None and not is_transformed():  # whose tensors no buffer can hold
             self.warm.observe(z, linear.apply)
 
     @torch.no_grad()
@@ -273,6 +287,8 @@ class PcDEQ(SolvingLayer):
         In the widest of the dtypes of input and weight, and at least float32.
         """
         x, weight = self._as_samples(x), self.operator.effective_weight()
+        if type(weight) is not Tensor:
+            require_tensor(weight, "the weight")
         dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
         return Equation(self.operator.bind(weight.to(dtype)), self.activation, self.inject(x.to(dtype)))
 
@@ -306,7 +322,7 @@ def _adjoint_of(solver: AnySolver) -> AnySolver:
 class PcDEQLinear(PcDEQ):
     """A fully connected equilibrium layer on the last dimension.
 
-    Takes the keywords of `PcDEQ`, and ``weight_norm``.
+    Takes the keywords of `PcDEQ`, and ``weight_norm``, ``device``, ``dtype``.
 
     >>> import torch, pcdeq
     >>> layer = pcdeq.PcDEQLinear(8, activation="sigmoid")
@@ -317,9 +333,17 @@ class PcDEQLinear(PcDEQ):
     """
 
     def __init__(
-        self, features: int, activation: str | Activation = "tanh", *, weight_norm: bool = True, **options
+        self,
+        features: int,
+        activation: str | Activation = "tanh",
+        *,
+        weight_norm: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **options,
     ) -> None:
-        super().__init__(Dense(features, weight_norm=weight_norm), activation, **options)
+        operator = Dense(features, weight_norm=weight_norm, device=device, dtype=dtype)
+        super().__init__(operator, activation, **options)
 
 
 class _PcDEQConv(PcDEQ):
@@ -332,9 +356,12 @@ class _PcDEQConv(PcDEQ):
         *,
         kernel_size: int = 3,
         weight_norm: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         **options,
     ) -> None:
-        super().__init__(Conv(self.dims, channels, kernel_size, weight_norm=weight_norm), activation, **options)
+        operator = Conv(self.dims, channels, kernel_size, weight_norm=weight_norm, device=device, dtype=dtype)
+        super().__init__(operator, activation, **options)
 
 
 class PcDEQConv1d(_PcDEQConv):
@@ -351,7 +378,7 @@ class PcDEQConv1d(_PcDEQConv):
 class PcDEQConv2d(_PcDEQConv):
     """A convolutional equilibrium layer on ``(*batch, channels, height, width)``.
 
-    Takes the keywords of `PcDEQ`, ``kernel_size`` (odd) and ``weight_norm``.
+    Takes the keywords of `PcDEQ`, ``kernel_size`` (odd), ``weight_norm``, ``device`` and ``dtype``.
 
     >>> import torch, pcdeq
     >>> pcdeq.PcDEQConv2d(3, activation="relu6")(torch.randn(2, 3, 8, 8)).shape

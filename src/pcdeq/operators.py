@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pcdeq.errors import UsageError
+from pcdeq.parametrisation import NonnegativeWeight, TransformedWeight, is_transformed, nonnegative_weight, row_norm
+
+Device = torch.device | str | int | None
 
 
 class LinearMap(ABC):
@@ -69,6 +73,10 @@ class LinearMap(ABC):
                 self.weight = held
         return result
 
+    def transposed(self) -> Tensor:
+        """The weight of Wᵀ as a map of the same kind, differentiable; only of maps that have a kind."""
+        raise NotImplementedError
+
     def terms(self, state: torch.Size) -> int:
         """At most so many roundings lie between a component of Wz and its terms (for error bounds, T9)."""
         return state.numel() + self.weight[0].numel()
@@ -99,6 +107,9 @@ class DenseMap(LinearMap):
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
         return y.T @ z
 
+    def transposed(self) -> Tensor:
+        return self.weight.T
+
     def terms(self, state: torch.Size) -> int:
         return self.weight.shape[1]
 
@@ -128,8 +139,7 @@ class ConvMap(LinearMap):
 
     def adjoint(self, y: Tensor) -> Tensor:
         if self._flipped is None:
-            flipped = self.weight.detach().flip(tuple(range(2, self.weight.ndim))).transpose(0, 1)
-            self._flipped = flipped.contiguous(memory_format=_memory_format(self.weight))
+            self._flipped = self.transposed().detach().contiguous(memory_format=_memory_format(self.weight))
         return self._convolve(y, self._flipped, padding=self._padding)
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
@@ -139,6 +149,9 @@ class ConvMap(LinearMap):
             y, z, self.weight, None, ones, self._padding, ones, False, [0] * len(ones), 1, wanted
         )[1]
 
+    def transposed(self) -> Tensor:
+        return self.weight.flip(tuple(range(2, self.weight.ndim))).transpose(0, 1)
+
     def terms(self, state: torch.Size) -> int:
         return self.weight[0].numel()
 
@@ -146,58 +159,6 @@ class ConvMap(LinearMap):
 def _memory_format(weight: Tensor) -> torch.memory_format:
     channels_last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if channels_last else torch.contiguous_format
-
-
-def _passes(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Where the gradient of max(parameter, 0) passes.
-
-    At parameter >= 0 it always does, as through a clamp, so that with `project_` after each step the
-    dynamics are the paper's. Below 0 a gradient whose descent step raises the parameter is let through,
-    so that no weight stays dead.
-    """
-    return (parameter >= 0) | (grad < 0)
-
-
-class _NonnegativeWeight(torch.autograd.Function):
-    """max(v, 0) or, with a g, g v / ‖v‖ by rows for v and g clamped at 0; gradients also bring back what is below 0.
-
-    A row of zeros has no direction. Its weight is 0; v learns as if its norm were 1, and g along the
-    diagonal, so that the row can come back even from g = 0.
-    """
-
-    @staticmethod
-    def forward(ctx, v: Tensor, g: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(v, g)
-        return nonnegative_weight(v, g)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        v, g = ctx.saved_tensors
-        if g is None:
-            return grad * _passes(v, grad), None
-        direction, norm, empty = _directions(v)
-        rows = tuple(range(1, v.ndim))
-        along = (grad * direction).sum(rows, keepdim=True)
-        grad_v = (g.clamp(min=0.0) / norm) * (grad - direction * along)
-        grad_g = along + empty * (grad.sum(rows, keepdim=True) * math.sqrt(v.shape[0] / v.numel()))
-        return grad_v * _passes(v, grad_v), grad_g * _passes(g, grad_g)
-
-
-def nonnegative_weight(v: Tensor, g: Tensor | None = None) -> Tensor:
-    """The weight in use, from the parameters that are learned."""
-    if g is None:
-        return v.clamp(min=0.0)
-    direction, _, _ = _directions(v)
-    return direction * g.clamp(min=0.0)
-
-
-def _directions(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """max(v, 0) by rows with norm 1, those norms, and which rows are 0, whose norm counts as 1."""
-    positive = v.clamp(min=0.0)
-    norm = _row_norm(positive)
-    empty = norm == 0
-    norm = norm + empty
-    return positive / norm, norm, empty
 
 
 class Operator(nn.Module, ABC):
@@ -209,6 +170,7 @@ class Operator(nn.Module, ABC):
         shape: the weight's shape.
         state_ndim: how many trailing dimensions one sample has (1 for a vector, 3 for an image).
         weight_norm: parametrise each output unit's weights as w = g v / ‖v‖, as the paper does.
+        device, dtype: of the parameters, as in torch's own layers.
 
     A graph operator, z -> A z Wᵀ for a fixed adjacency A >= 0:
 
@@ -232,18 +194,29 @@ class Operator(nn.Module, ABC):
     torch.Size([2, 5, 3])
     """
 
-    def __init__(self, shape: tuple[int, ...], *, state_ndim: int, weight_norm: bool = True) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        state_ndim: int,
+        weight_norm: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"an operator's weight is of a floating point dtype, got {dtype}")
         if len(shape) < 2 or min(shape) < 1:
             raise UsageError(f"an operator's weight needs two or more axes of at least 1, got {tuple(shape)}")
         self.shape = tuple(shape)
         self.state_ndim = state_ndim
         self.weight_norm = weight_norm
         if weight_norm:
-            self.weight_v = nn.Parameter(torch.empty(shape))
-            self.weight_g = nn.Parameter(torch.empty(shape[0], *[1] * (len(shape) - 1)))
+            self.weight_v = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            rows = (shape[0], *[1] * (len(shape) - 1))
+            self.weight_g = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
         else:
-            self.weight = nn.Parameter(torch.empty(shape))
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -252,14 +225,16 @@ class Operator(nn.Module, ABC):
         direction = self.weight_v if self.weight_norm else self.weight
         direction.uniform_(0, 1).mul_(math.sqrt(1e-4 / (direction.shape[0] + direction.shape[1])))
         if self.weight_norm:
-            self.weight_g.copy_(_row_norm(direction))
+            self.weight_g.copy_(row_norm(direction))
 
     def _stored(self) -> tuple[Tensor, ...]:
         return (self.weight_v, self.weight_g) if self.weight_norm else (self.weight,)
 
     def effective_weight(self) -> Tensor:
         """The weight in use: >= 0, normalised, differentiable."""
-        return _NonnegativeWeight.apply(*self._stored())  # pyright: ignore[reportReturnType]
+        v, g = self._stored() if self.weight_norm else (self.weight, None)
+        plain = torch.compiler.is_compiling() or not is_transformed()
+        return (NonnegativeWeight if plain else TransformedWeight).apply(v, g)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def effective_weight_in(self, dtype: torch.dtype) -> Tensor:
@@ -279,6 +254,11 @@ class Operator(nn.Module, ABC):
         """Where its parameters are."""
         return self._stored()[0].device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        return self._stored()[0].dtype
+
     @abstractmethod
     def bind(self, weight: Tensor) -> LinearMap:
         """The linear map of this weight, which is `effective_weight()` or one of its dtype variants."""
@@ -291,10 +271,10 @@ class Operator(nn.Module, ABC):
 
 
 class Dense(Operator):
-    """A square nonnegative matrix on the last dimension."""
+    """A square nonnegative matrix on the last dimension; takes the keywords of `Operator`."""
 
-    def __init__(self, features: int, *, weight_norm: bool = True) -> None:
-        super().__init__((features, features), state_ndim=1, weight_norm=weight_norm)
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__((features, features), state_ndim=1, **options)
         self.features = features
 
     def bind(self, weight: Tensor) -> LinearMap:
@@ -311,11 +291,11 @@ class Dense(Operator):
 class Conv(Operator):
     """A nonnegative convolution that keeps channels and size, in ``dims`` = 1, 2 or 3 dimensions."""
 
-    def __init__(self, dims: int, channels: int, kernel_size: int = 3, *, weight_norm: bool = True) -> None:
+    def __init__(self, dims: int, channels: int, kernel_size: int = 3, **options: Any) -> None:
         if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
             raise UsageError(f"kernel_size must be one odd number, so that the size is kept; got {kernel_size}")
         shape = (channels, channels, *[kernel_size] * dims)
-        super().__init__(shape, state_ndim=dims + 1, weight_norm=weight_norm)
+        super().__init__(shape, state_ndim=dims + 1, **options)
         self.channels = channels
 
     def bind(self, weight: Tensor) -> LinearMap:
@@ -327,12 +307,6 @@ class Conv(Operator):
                 f"the layer has {self.channels} channels but the input has {x.shape[-self.state_ndim]} "
                 f"(shape {tuple(x.shape)}, channels are dimension {-self.state_ndim})"
             )
-
-
-def _row_norm(v: Tensor) -> Tensor:
-    """‖v‖ by rows; in float64 where there is one, because the square of a small float32 is 0."""
-    wide = None if v.device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(v, dim=tuple(range(1, v.ndim)), keepdim=True, dtype=wide).to(v.dtype)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from problems import (
 import pcdeq
 from pcdeq.equation import Adjoint
 from pcdeq.errors import ConvergenceWarning
-from pcdeq.implicit import solve_adjoint
+from pcdeq.operations import solve_adjoint
 from pcdeq.proofs.gradient import adjoint_distance
 from pcdeq.solvers import run
 

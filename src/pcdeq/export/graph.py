@@ -13,57 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pcdeq import residual
-from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.injection import inject
 from pcdeq.layers import PcDEQ
 from pcdeq.models import Network, freeze, pcdeq_layers
 from pcdeq.proofs.kinds import Unknown
 from pcdeq.proofs.network import all_layers, recognise
 from pcdeq.solvers import Picard, Problem, per_sample
-
-
-class Equilibrium(nn.Module):
-    """What both forms share: the layer's equation, and where its iteration starts."""
-
-    weight: Tensor
-    guess: Tensor  # of Wz*; empty where there is none
-
-    def __init__(self, layer: PcDEQ) -> None:
-        super().__init__()
-        self.activation = layer.activation
-        self.injection = layer.injection
-        self.floor = layer.floor
-        self._bind = layer.operator.bind
-        self.register_buffer("weight", layer.operator.effective_weight().detach().contiguous())
-        product = torch.empty(0) if layer.warm is None else layer.warm.product
-        self.register_buffer("guess", product.nan_to_num(nan=0.0).clamp(min=0.0).contiguous())
-
-    def equation(self, x: Tensor) -> Equation:
-        """The equation for this input."""
-        kind = self.activation.kind
-        if self.injection is not None:  # a graph cannot refuse a negative number
-            x, kind = self.injection(x), 2
-        return Equation(self._bind(self.weight), self.activation, inject(x, kind, self.floor))
-
-    def start(self, equation: Equation) -> Tensor:
-        """s(x + a guess of Wz* that is >= 0): the first step, from wherever, so that T4 holds for it."""
-        return equation.start(self.guess if self.guess.shape == equation.x.shape[1:] else None)
-
-
-class FixedSteps(Equilibrium):
-    """So many plain steps, of which the start is the first."""
-
-    def __init__(self, layer: PcDEQ, steps: int) -> None:
-        super().__init__(layer)
-        self.steps = steps
-
-    def forward(self, x: Tensor) -> Tensor:
-        equation = self.equation(x)
-        z = self.start(equation)
-        for _ in range(self.steps - 1):
-            z = equation(z)
-        return z
+from pcdeq.unrolling import Equilibrium, FixedSteps
 
 
 class Loop(Equilibrium):

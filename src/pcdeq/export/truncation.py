@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import PcdeqError
-from pcdeq.export.graph import Equilibrium, FixedSteps, Graph, Loop, fixed_graph, loop_graph
+from pcdeq.export.graph import Graph, Loop, fixed_graph, loop_graph
 from pcdeq.models import Network, freeze, pcdeq_layers
 from pcdeq.proofs.kinds import Unknown
 from pcdeq.proofs.network import all_layers
 from pcdeq.proofs.rates import a_priori_rate
 from pcdeq.proofs.rules import ROUNDING, enlarge
 from pcdeq.solvers import Anderson
+from pcdeq.unrolling import DEEPEST, Equilibrium, FixedSteps
 
 # With a slower rate than this, T4 asks for more steps than anybody wants.
 SLOWEST_RATE = 0.98
-DEEPEST = 400
 EXACT = Anderson(tol=1e-9, max_steps=5000)
 BATCH = 250
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
-from pcdeq.implicit import AnySolver, Gradient
+from pcdeq.implicit import Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models.batch_norm import BatchNorm2d
+from pcdeq.operations import AnySolver
 from pcdeq.proofs.network import know_container
 from pcdeq.recipes import ImageShape
 from pcdeq.recipes.config import check_types

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 
 from pcdeq import residual
 from pcdeq.equation import Equation
-from pcdeq.implicit import solve_equation
 from pcdeq.layers import PcDEQ
+from pcdeq.operations import solve_equation
 from pcdeq.proofs import trusted
 from pcdeq.proofs.folding import fold
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward

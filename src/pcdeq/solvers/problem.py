@@ -169,6 +169,18 @@ class SolveStats:
         return cls(summary.steps, len(value), summary.unconverged, summary.residual, summary.outcome(value.dtype))
 
 
+class EachStats(NamedTuple):
+    """How a solve went in a compiled graph, where it is not known yet: sample by sample, on its device."""
+
+    steps: Tensor
+    residual: Tensor
+    converged: Tensor
+
+    def read(self) -> SolveStats:
+        """What a layer remembers of it."""
+        return Solution.of(self.residual, self.steps, self.residual, self.converged).stats
+
+
 def report(stats: SolveStats, solver: Stopping, direction: str) -> None:
     """Warn, or throw if the solver says so, when a solve did not converge."""
     if stats.outcome is Outcome.CONVERGED:

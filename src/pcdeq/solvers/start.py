@@ -40,8 +40,9 @@ class WarmStart(nn.Module):
         """
         if self.product.shape != x.shape[1:]:
             return None
-        return torch.nan_to_num(self.product.to(x.dtype), nan=0.0).clamp_(min=0.0)
+        return torch.nan_to_num(self.product.to(x.dtype), nan=0.0).clamp(min=0.0)
 
+    @torch.no_grad()
     def observe(self, z: Tensor, apply: Callable[[Tensor], Tensor]) -> None:
         """Learn from a batch of equilibria of an operator."""
         seen = int(self.observed) if self._seen is None else self._seen

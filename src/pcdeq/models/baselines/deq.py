@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pcdeq.autograd import attach_gradient
 from pcdeq.equation import Adjoint
 from pcdeq.errors import UsageError
-from pcdeq.implicit import no_autocast, solve_adjoint
 from pcdeq.models.networks import MC, SC, L, both_solvers
+from pcdeq.operations import no_autocast, solve_adjoint
 from pcdeq.operators import ConvMap, DenseMap, LinearMap
 from pcdeq.solvers import Anderson, Problem, Solver, SolvingLayer, per_sample, run
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from pcdeq.autograd import attach_gradient
 from pcdeq.errors import UsageError
-from pcdeq.implicit import no_autocast
 from pcdeq.models.baselines.monotone import ConvMonotone, DenseMonotone, Monotone, TieredMonotone
 from pcdeq.models.baselines.splitting import LARGEST_ALPHA, METHODS, Splitting, search_alpha
 from pcdeq.models.networks import LayerOptions, Named, Network, Widths, both_solvers, head
+from pcdeq.operations import no_autocast
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Picard, SolvingLayer
 

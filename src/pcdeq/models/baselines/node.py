@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from pcdeq.errors import ConvergenceError, UsageError
 from pcdeq.extras import needing
-from pcdeq.implicit import no_autocast
 from pcdeq.models.networks import LayerOptions, Named, Network, Widths, both_solvers
+from pcdeq.operations import no_autocast
 from pcdeq.recipes import ImageShape
 from pcdeq.solvers import Outcome, Solver, SolveStats, SolvingLayer
 
@@ -100,7 +100,11 @@ class ODEBlock(SolvingLayer):
         except AssertionError as error:  # torchdiffeq's way to say that it gave up
             raise ConvergenceError(f"the ODE cannot be integrated {way}: {error}; lower lr, or raise tol") from error
         stats = SolveStats(self.field.evaluations, len(start[0]), 0, 0.0, Outcome.CONVERGED)
-        self.last_forward, self.last_backward = (self.last_forward, stats) if backward else (stats, None)
+        if backward:
+            self.record_backward(stats)
+        else:
+            self.record_forward(stats)
+            self.last_backward = None
         return [state[-1] for state in states]
 
 

@@ -25,6 +25,13 @@ def slope(x: Tensor, kind: int) -> Tensor:
     return torch.sigmoid(BETA * x) if kind == 1 else (x > 0).to(x.dtype)
 
 
+def largest_curvature(low: Tensor, high: Tensor) -> Tensor:
+    """The largest second derivative of softplus between two ends: it falls from 5/4 at 0 to both sides."""
+    nearest = torch.where((low < 0) & (high > 0), 0.0, torch.minimum(low.abs(), high.abs()))
+    e = torch.exp(-BETA * nearest)
+    return BETA * e / (1 + e) ** 2
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(5x)) / 5, to the last digits of a small result too."""
     if not torch.compiler.is_exporting():

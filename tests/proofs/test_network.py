@@ -18,8 +18,9 @@ from pcdeq.export.graph import fixed_graph, loop_graph
 from pcdeq.export.truncation import contractions, exact_logits, proved_error
 from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.intervals import Bounds, Box
+from pcdeq.proofs.linear import Functional
 from pcdeq.proofs.network import recognise
-from pcdeq.proofs.rules import KINDS, Layer, bound, enclose, enlarge, kind
+from pcdeq.proofs.rules import KINDS, Layer, bound, enclose, enlarge, kind, pull
 from pcdeq.proofs.worst_case import worst_case_scores
 
 IMAGE, ROW, SEQUENCE = (3, 6, 6), (5,), (4, 5)
@@ -86,7 +87,7 @@ def test_a_kind_that_lacks_a_rule_is_an_error():
         def enclose(self, box, tol):
             return box
 
-    with pytest.raises(TypeError, match="Half has no rule for bound, enlarge"):
+    with pytest.raises(TypeError, match="Half has no rule for bound, enlarge, pull"):
         kind(nn.GELU)(Half)
     assert nn.GELU not in KINDS
 
@@ -122,6 +123,26 @@ class TestEveryKind:
         for seed in range(4):
             value = module(x + noise(x, seed))
             assert ((bounds.lower - 1e-8 <= value) & (value <= bounds.upper + 1e-8)).all()
+
+    @pytest.mark.parametrize("radius", [1e-3, RADIUS, 2.0])
+    def test_a_functional_that_is_pulled_back_stays_below(self, known, index, radius):
+        module, x = case(known, index)
+        layers, box = recognise(module), Box.of(x, radius)
+        boxes = [enclose(layers[:place], box, 1e-6) for place in range(len(layers))]
+        value = module(x.clone())
+        image = torch.arange(len(x)).repeat(3)  # of each sample three functionals
+        wanted = Functional(
+            torch.randn(len(image), *value.shape[1:], dtype=x.dtype), torch.randn(len(image)).double(), image
+        )
+        found = pull(layers, wanted, boxes)
+        gaps = []
+        for seed in range(6):
+            near = x + noise(x, seed, radius)
+            above = (wanted.coefficient * module(near.clone())[image]).flatten(1).sum(1) + wanted.constant
+            below = (found.coefficient * near[image]).flatten(1).sum(1) + found.constant
+            assert (below <= above + 1e-9 * (1 + above.abs())).all()  # the referee's own rounding
+            gaps.append(above - below)
+        assert torch.stack(gaps).min() < 10 * radius  # it is a bound, not a number far below
 
     def test_frozen_and_exported_it_computes_the_same(self, known, index):
         module, x = case(known, index)

@@ -69,7 +69,7 @@ def test_nothing_in_the_box_exceeds_the_bounds(name):
 @pytest.mark.parametrize("name", ["pcdeq-1-l-relu6", "pcdeq-1-mc-tanh"])
 def test_the_bounds_agree_with_the_certificate_s(name):
     model, (images, _) = network(name, torch.float32).eval(), batch(20, torch.float32)
-    certificate = pcdeq.certify(model, images, radius=0.01)
+    certificate = pcdeq.certify(model, images, radius=0.01, bounds="intervals")
     with torch.no_grad():
         _, worst = worst_case_scores(model, images, certificate.classes, 0.01)
     worst.scatter_(1, certificate.classes[:, None], -torch.inf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pcdeq.commands.shared import Flag, Json, RunDataDir, RunFolder, draw, show, table, track
 from pcdeq.errors import PcdeqError, UsageError
@@ -21,6 +21,10 @@ class Certify:
     """So many test images, spread over the test set. (default: all)"""
     radius: float = 0.0
     """Prove the class for every picture within this distance in each pixel, which go from 0 to 1: robustness."""
+    bounds: Literal["best", "intervals", "linear"] = "best"
+    """With a radius: intervals are quick and coarse, linear ones prove far more; best: linear where that is cheap."""
+    attack: Flag = False
+    """Also search for pictures within the radius that are given another class: the other end of what is known."""
     curve: Flag = False
     """Also the share of images that are right and proved, by radius: the robustness curve."""
     data_dir: RunDataDir = None
@@ -29,6 +33,7 @@ class Certify:
     def run(self) -> None:
         """Certify, print, and draw the margins."""
         from pcdeq.models import load
+        from pcdeq.proofs.attack import withstood
         from pcdeq.proofs.certify import BATCH, Certificate, certify, robustness_curve
         from pcdeq.report import figures
         from pcdeq.training import Run, spread
@@ -37,15 +42,22 @@ class Certify:
             raise UsageError(f"images must be at least 1, got {self.images}")
         if not 0 <= self.radius < float("inf"):
             raise UsageError(f"radius must be a number >= 0, got {self.radius}")
+        if self.attack and not self.radius:
+            raise UsageError("an attack needs a radius: add --radius R")
         run = Run.open(self.folder)
         test = run.dataset(self.data_dir, quiet=self.json).test
         network, chosen = load(run), spread(len(test), self.images)
         images, labels = run.preprocessing(test.images[chosen]), test.labels[chosen]
         scale = run.preprocessing
         certificate = Certificate.join(
-            certify(network, batch, radius=scale.scaled(self.radius), limits=scale.limits())
+            certify(network, batch, radius=scale.scaled(self.radius), limits=scale.limits(), bounds=self.bounds)
             for batch in track(images.split(BATCH), "certifying", quiet=self.json)
         )
+        kept = [
+            withstood(network, *batch, radius=scale.scaled(self.radius), limits=scale.limits())
+            for batch in track([*zip(images.split(BATCH), labels.split(BATCH), strict=True)], "attacking", self.json)
+            if self.attack
+        ]
         curve = robustness_curve(network, images, labels, scale) if self.curve else None
         proved, total = int(certificate.proved.sum()), len(certificate.proved)
         right = int((certificate.proved & (certificate.classes == labels)).sum())
@@ -56,6 +68,10 @@ class Certify:
             f"{proved:,} of {total:,} test images ({100 * certificate.share:.2f} %): class proved {what}",
             f"{right:,} of them ({100 * right / total:.2f} %): proved and right",
         ]
+        if self.attack:
+            left = int(sum(part.sum() for part in kept))
+            result["withstood"] = left
+            text.append(f"{left:,} ({100 * left / total:.2f} %): right, and no attack found otherwise")
         if self.radius and proved < total:
             text.append(
                 "a class that is not proved is not refuted: the bounds widen from layer to layer, and beyond one layer "

@@ -16,7 +16,7 @@ from pcdeq import residual
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
 from pcdeq.models import Network, freeze, pcdeq_layers
-from pcdeq.proofs.kinds import Unknown
+from pcdeq.proofs.composed import Unknown
 from pcdeq.proofs.network import all_layers, recognise
 from pcdeq.solvers import Picard, Problem, per_sample
 from pcdeq.unrolling import Equilibrium, FixedSteps

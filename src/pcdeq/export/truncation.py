@@ -24,7 +24,7 @@ from torch import Tensor
 from pcdeq.errors import PcdeqError
 from pcdeq.export.graph import Graph, Loop, fixed_graph, loop_graph
 from pcdeq.models import Network, freeze, pcdeq_layers
-from pcdeq.proofs.kinds import Unknown
+from pcdeq.proofs.composed import Unknown
 from pcdeq.proofs.network import all_layers
 from pcdeq.proofs.rates import a_priori_rate
 from pcdeq.proofs.rules import ROUNDING, enlarge

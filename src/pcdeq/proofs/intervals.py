@@ -33,6 +33,10 @@ class Box:
             return cls(x, x, proved)
         return outward(*ends(x, radius, limits), 2 * eps(x) * (x.abs() + radius), proved)
 
+    def select(self, samples: slice | Tensor) -> Box:
+        """The boxes of some of the samples."""
+        return Box(self.lower[samples], self.upper[samples], self.proved[samples])
+
     def map(self, monotone: Callable[[Tensor], Tensor]) -> Box:
         """The image under a nondecreasing map that does not round."""
         return Box(monotone(self.lower), monotone(self.upper), self.proved)

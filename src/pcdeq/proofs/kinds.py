@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from pcdeq import residual
 from pcdeq.equation import Equation
 from pcdeq.layers import PcDEQ
 from pcdeq.operations import solve_equation
 from pcdeq.proofs import trusted
-from pcdeq.proofs.folding import fold
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
-from pcdeq.proofs.order import SINGLE_PRECISION, enclose_near
-from pcdeq.proofs.rules import Affine, Largest, Layer, PerChannel, Truncated, bound, constant, enclose, enlarge, kind
+from pcdeq.proofs.linear import Corners, Functional, join, split
+from pcdeq.proofs.order import SINGLE_PRECISION, Enclosure, enclose_near
+from pcdeq.proofs.relaxed import pull_max_pool, pull_relu
+from pcdeq.proofs.rules import Affine, Largest, Layer, PerChannel, Truncated, constant, kind
 from pcdeq.solvers import Anderson
 
 
@@ -35,6 +35,9 @@ class Identity(Largest):
 
     def value(self, x: Tensor) -> Tensor:
         return x
+
+    def pull(self, functional: Functional, box: Box) -> Functional:
+        return functional
 
 
 @kind(nn.Dropout)
@@ -55,6 +58,9 @@ class ReLU(Largest):
     def value(self, x: Tensor) -> Tensor:
         return F.relu(x)  # never in place
 
+    def pull(self, functional: Functional, box: Box) -> Functional:
+        return pull_relu(functional, box.lower, box.upper)
+
 
 @kind(nn.MaxPool2d)
 class MaxPool(Largest):
@@ -66,6 +72,9 @@ class MaxPool(Largest):
 
     def value(self, x: Tensor) -> Tensor:
         return self.module(x)
+
+    def pull(self, functional: Functional, box: Box) -> Functional:
+        return pull_max_pool(functional, box.lower, box.upper, self.module)
 
 
 @kind(nn.Flatten)
@@ -80,6 +89,10 @@ class Flatten(Largest):
         if x.ndim + self.module.start_dim == 0:
             self.refuse("it puts the samples of a batch into one: start at dimension 1")
         return self.module(x)
+
+    def pull(self, functional: Functional, box: Box) -> Functional:
+        shaped = functional.coefficient.reshape(-1, *box.lower.shape[1:])
+        return Functional(shaped, functional.constant, functional.image)
 
     @property
     def commutes(self) -> bool:
@@ -108,6 +121,9 @@ class Weighted(Affine):
 
     def terms(self) -> int:
         return self.module.weight[0].numel()
+
+    def terms_back(self) -> int:
+        return self.module.weight[:, 0].numel()
 
     @torch.no_grad()
     def followed_by(self, other: PerChannel, rank: int | None) -> Layer | None:
@@ -305,6 +321,21 @@ class Equilibrium(Layer):
             relative = (16 + 8 * torch.maximum(box.lower.abs(), box.upper.abs())) * eps(low)
         return outward(low, high, relative * high, box.proved).map(lambda x: x.clamp(min=module.floor))
 
+    def pull(self, functional: Functional, box: Box, middle: Tensor | None = None) -> Functional:
+        """By tangents and chords of the injection or, about given middles of the input, with a remainder."""
+        module, shape, ndim = self._with_known_injection(), box.lower.shape, self.module.operator.state_ndim
+        linear = module.operator.bind(module.operator.effective_weight_in(torch.float64))
+
+        def solve(x: Tensor) -> tuple[Equation, Enclosure]:
+            equation = Equation(linear, module.activation, x)
+            return equation, enclose_near(equation, self._solve(equation, SINGLE_PRECISION))
+
+        # Further dimensions of a sample hold states of their own.
+        samples = (-1, *shape[-ndim:])
+        low, high = box.lower.reshape(samples), box.upper.reshape(samples)
+        corners = Corners(solve, low, high, module.inject, module.activation.kind)
+        return join(corners.pull(split(functional, shape[-ndim:]), middle), functional, shape)
+
     def bound(self, bounds: Bounds) -> Bounds:
         """All three in one solve."""
         return Bounds(*self._with_known_injection()(torch.cat(bounds)).tensor_split(3))
@@ -322,59 +353,3 @@ class Equilibrium(Layer):
 
     def export(self, equilibrium: Callable[[PcDEQ], nn.Module]) -> nn.Module:
         return equilibrium(self.module)
-
-
-class Residual(Layer):
-    """x + f(x), of a box as if the two were independent."""
-
-    def __init__(self, module: Any, path: str, layers: Sequence[Layer]) -> None:
-        super().__init__(module, path, residual.Residual, residual.Residual)
-        self.layers = layers
-
-    def enclose(self, box: Box, tol: float) -> Box:
-        branch = enclose(self.layers, box, tol)
-        lower, upper = residual.add(box.lower, branch.lower), residual.add(box.upper, branch.upper)
-        return outward(lower, upper, eps(lower) * torch.maximum(lower.abs(), upper.abs()), branch.proved)
-
-    def bound(self, bounds: Bounds) -> Bounds:
-        return Bounds(*map(residual.add, bounds, bound(self.layers, bounds)))
-
-    def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
-        return residual.add(error, enlarge(self.layers, error, truncated))
-
-    def freeze(self) -> nn.Module:
-        return residual.Residual(*(layer.freeze() for layer in fold(self.layers)))
-
-    def export(self, equilibrium: Callable[[PcDEQ], nn.Module]) -> nn.Module:
-        return residual.Residual(*(layer.export(equilibrium) for layer in self.layers))
-
-
-class Unknown(Layer):
-    """A module about which nothing can be said, and why."""
-
-    def __init__(self, module: Any, path: str, reason: str) -> None:
-        super().__init__(module, path, type(module), type(module))
-        self.reason = reason
-
-    def enclose(self, box: Box, tol: float) -> Box:
-        self.refuse(self.reason)
-
-    def bound(self, bounds: Bounds) -> Bounds:
-        self.refuse(self.reason)
-
-    def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
-        self.refuse(self.reason)
-
-    def freeze(self) -> nn.Module:
-        if any(map(trusted.is_miscompiled, self.module.modules())):  # which a copy would not be
-            self.refuse(self.reason)
-        try:
-            return copy.deepcopy(self.module)
-        except RuntimeError:  # torch's, of a tensor that was computed from others
-            self.refuse(self.reason)
-
-    def export(self, equilibrium: Callable[[PcDEQ], nn.Module]) -> nn.Module:
-        return self.freeze()
-
-    def rank(self, before: int | None) -> int | None:
-        return None

@@ -16,7 +16,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from pcdeq import residual
 from pcdeq.errors import UsageError
 from pcdeq.proofs import trusted
-from pcdeq.proofs.kinds import Linear, Residual, Unknown
+from pcdeq.proofs.composed import Residual, Unknown
+from pcdeq.proofs.kinds import Linear
 from pcdeq.proofs.rules import KINDS, Entry, Layer
 
 # Classes whose forward calls their children one after the other.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
 from pcdeq.proofs import trusted
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
+from pcdeq.proofs.linear import Functional, dot
 
 # What each equilibrium of a truncated network makes of the error of its input, in the order of the forward pass.
 Truncated = Iterator[Callable[[Tensor], Tensor]]
@@ -60,6 +61,10 @@ class Layer(ABC):
     @abstractmethod
     def bound(self, bounds: Bounds) -> Bounds:
         """The clean outputs and bounds of the outputs over a box, differentiable, in the mode the module is in."""
+
+    @abstractmethod
+    def pull(self, functional: Functional, box: Box) -> Functional:
+        """A lower bound of a functional of the output, over a box in float64, as a functional of the input (T10)."""
 
     @abstractmethod
     def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
@@ -105,10 +110,13 @@ class Entry(NamedTuple):
 KINDS: dict[type[nn.Module], Entry] = {}
 
 
-def kind(*classes: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
+Kind = TypeVar("Kind", bound=Layer)
+
+
+def kind(*classes: type[nn.Module]) -> Callable[[type[Kind]], type[Kind]]:
     """Register a kind for these classes of modules; one that lacks a rule is an error."""
 
-    def register(found: type[Layer]) -> type[Layer]:
+    def register(found: type[Kind]) -> type[Kind]:
         missing = getattr(found, "__abstractmethods__", None)
         if missing:
             raise TypeError(f"{found.__name__} has no rule for {', '.join(sorted(missing))}")
@@ -136,11 +144,17 @@ def constant(module: nn.Module, cls: type[nn.Module], tensors: Sequence[str]) ->
     return clone.train(module.training)
 
 
+def boxes_along(layers: Sequence[Layer], box: Box, tol: float) -> list[Box]:
+    """The boxes of what goes into each of the layers in line, and of what comes out of the last."""
+    boxes = [box]
+    for layer in layers:
+        boxes.append(layer.enclose(boxes[-1], tol))
+    return boxes
+
+
 def enclose(layers: Sequence[Layer], box: Box, tol: float) -> Box:
     """The box of the exact outputs of layers in line."""
-    for layer in layers:
-        box = layer.enclose(box, tol)
-    return box
+    return boxes_along(layers, box, tol)[-1]
 
 
 def bound(layers: Sequence[Layer], bounds: Bounds) -> Bounds:
@@ -148,6 +162,13 @@ def bound(layers: Sequence[Layer], bounds: Bounds) -> Bounds:
     for layer in layers:
         bounds = layer.bound(bounds)
     return bounds
+
+
+def pull(layers: Sequence[Layer], functional: Functional, boxes: Sequence[Box]) -> Functional:
+    """A functional of the outputs of layers in line as one of their inputs; each layer's input has a box."""
+    for layer, box in zip(reversed(layers), reversed(boxes), strict=True):
+        functional = layer.pull(functional, box)
+    return functional
 
 
 def enlarge(layers: Sequence[Layer], error: Tensor, truncated: Truncated) -> Tensor:
@@ -169,6 +190,11 @@ class Largest(Layer):
 
     def enclose(self, box: Box, tol: float) -> Box:
         return box.map(self.value)
+
+    def pull(self, functional: Functional, box: Box) -> Functional:
+        """By the two ends of the output, which are numbers: nothing is left of the input."""
+        c, low, high = functional.coefficient, self.value(box.lower), self.value(box.upper)
+        return functional.through(c.new_zeros(len(c), *box.lower.shape[1:]), *functional.of_box(low, high))
 
     def bound(self, bounds: Bounds) -> Bounds:
         return Bounds(*self.value(torch.cat(bounds)).tensor_split(3))
@@ -203,6 +229,21 @@ class Affine(Layer):
     def bound(self, bounds: Bounds) -> Bounds:
         clean, centre = self.module(torch.cat((bounds.clean, bounds.centre))).tensor_split(2)
         return Bounds.around(clean, centre, self.magnify(bounds.reach))
+
+    def pull(self, functional: Functional, box: Box) -> Functional:
+        """Aᵀc by autograd; its rounding, as that of <c, b>, is met by |c| (|A| |x| + |b|)."""
+        c, image = functional.coefficient, functional.image
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.zeros(len(c), *box.lower.shape[1:], dtype=c.dtype, device=c.device, requires_grad=True)
+            at_zero = self.value(x)
+            (pulled,) = torch.autograd.grad(at_zero, x, c.clone())
+        size = dot(c.abs(), self.magnify(torch.maximum(box.lower.abs(), box.upper.abs()), 1.0)[image])
+        rounding = 4 * (max(self.terms(), self.terms_back()) + c[:1].numel() + 16) * eps(c) * size
+        return functional.through(pulled, dot(c, at_zero.detach()), rounding)
+
+    def terms_back(self) -> int:
+        """At most so many outputs are summed up for one input by the transposed map."""
+        return self.terms()
 
     def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
         return self.magnify(error)

@@ -1,6 +1,6 @@
 # make demo     set up and train a first model on the digits that ship with the package
 # make test     set up and run the tests
-# make test-kernels     set up and run the tests of the C kernels; SANITIZE=1: built with gcc's sanitizers
+# make test-kernels     set up and run the tests of the C kernels; SANITIZE=1: built with gcc's sanitizers; COMPILER=clang
 # make test-plain   set up and run the tests of layers, solvers, gradients, bounds and training without the C kernels
 # make test-core    make an environment with nothing but the core, and run the core's tests in it
 # make test-browser   set up and try the page to play with in a headless Chromium, which must be on the path
@@ -41,7 +41,7 @@ test: setup
 	$(PYTEST)
 
 test-kernels: setup
-	$(if $(SANITIZE),PYTHON=$(BIN)/python scripts/sanitize_kernels.sh,$(BIN)/python -m pytest tests/kernels)
+	$(if $(SANITIZE),PYTHON=$(BIN)/python scripts/sanitize_kernels.sh,$(if $(COMPILER),PYTHON=$(BIN)/python scripts/compile_kernels.sh $(COMPILER),$(BIN)/python -m pytest tests/kernels))
 
 # What runs on GPUs, Macs and in float64: everything that may take a kernel, without one.
 PLAIN = tests/solvers tests/proofs tests/faults tests/models tests/training tests/test_layers.py tests/test_implicit.py \

@@ -148,8 +148,9 @@ def depth_of(layer: Callable[[Any], Any], x: Any) -> tuple[Depth, Any]:
         for name, function in solving_kernels().items():
             stack.enter_context(noting(sys.modules["pcdeq._kernels"], name, function, kernel))
         for linear in (operators.DenseMap, operators.ConvMap):
-            # The frame of `apply` itself is the package's, and deeper than its caller by one.
+            # The frame of a product itself is the package's, and deeper than its caller by one.
             stack.enter_context(noting(linear, "apply", linear.apply, product, beneath=1))
+            stack.enter_context(noting(linear, "apply_plus", linear.apply_plus, product, beneath=1))
         z = layer(x)
     return Depth(next(iter(kernel), 0), next(iter(product), 0)), z
 

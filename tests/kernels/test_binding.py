@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -243,12 +244,27 @@ class TestSolveDeclines:
 
 def test_engine_names_its_threads(threads):
     threads(2)
-    assert binding.engine() == "C, 2 threads"
+    assert binding.engine() == f"C, {min(2, binding._KERNELS.MOST_THREADS)} threads"
+
+
+def test_a_kernel_without_threads_leaves_large_work_to_torch(threads, monkeypatch):
+    alone = types.SimpleNamespace(**{name: getattr(binding._KERNELS, name) for name in dir(binding._KERNELS)})
+    alone.MOST_THREADS = 1  # as built by clang
+    monkeypatch.setattr(binding, "_KERNELS", alone)
+    images = torch.rand(32, 8, 16, 16).to(memory_format=torch.channels_last)
+    weight, ones = torch.rand(8, 8, 3, 3) / 72, torch.ones(8)
+    for number, samples, taken in ((2, 32, False), (1, 32, True), (2, 1, True)):
+        threads(number)
+        form = binding.Form("conv", weight, False, "tanh", images[:samples])
+        solved = binding.solve(form, None, None, (0.0, 1.0), tol=1e-4, decay=0.9, steps_before=1, max_steps=50)
+        assert (solved is not None) == taken
+        options = {"training": False, "momentum": 0.1, "eps": 1e-5}
+        assert (binding.batch_norm(images[:samples], ones, ones, ones, ones, **options) is not None) == taken
 
 
 @pytest.mark.parametrize(
     ("error", "match"),
-    [(ImportError("undefined symbol: GOMP_x"), "cannot be loaded.*GOMP_x"), (None, "another version")],
+    [(ImportError("undefined symbol: GOMP_x"), "cannot be loaded.*GOMP_x.*OpenMP runtime"), (None, "another version")],
 )
 def test_kernels_that_do_not_fit_warn_once(error, match, monkeypatch):
     def load(name):

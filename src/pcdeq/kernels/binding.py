@@ -41,9 +41,11 @@ def _load() -> tuple[Any, str]:
     try:
         module = importlib.import_module("pcdeq._kernels")
     except ModuleNotFoundError:
-        return None, "torch: the C kernels were not built, for which pip needs a C compiler"
+        return None, "torch: the C kernels were not built, for which pip needs gcc or clang"
     except ImportError as error:
         reason = f"the C kernels of pcdeq cannot be loaded and are not used: {error}"
+        if any(name in str(error) for name in ("GOMP_", "omp_", "__kmpc_")):
+            reason += " (of an OpenMP runtime that torch has not loaded; build pcdeq where its torch is, with gcc)"
     else:
         if getattr(module, "INTERFACE", None) == INTERFACE:
             return module, ""
@@ -107,11 +109,14 @@ def solve(
     low_and_high = (-torch.inf, torch.inf) if box is None else box
     if isinstance(low_and_high[0], Tensor):  # of an activation without a supremum
         return None
+    samples, places = len(form.offset), form.offset.numel() // form.weight.shape[0]
+    work = form.weight.numel() * places
+    if _lacks_threads(work, PARALLEL_PRODUCT):
+        return None
     layout = _layout(form.offset)
     offset, slope, start = (None if t is None else _lay_out(t, layout) for t in (form.offset, form.slope, start))
     base = None if base is None or start is not None else _lay_out(base[None], layout)
     assert offset is not None
-    samples, places = len(offset), offset.numel() // form.weight.shape[0]
     value = torch.empty_like(offset)
     steps = torch.empty(samples, dtype=torch.int64, device="cpu")
     residual = torch.empty(samples, dtype=torch.float32, device="cpu")
@@ -135,7 +140,7 @@ def solve(
         *low_and_high,
         steps_before,
         max_steps,
-        _threads(form.weight.numel() * places, PARALLEL_PRODUCT),
+        _threads(work, PARALLEL_PRODUCT),
     )
     return None if summary is None else Solved(value, steps, residual, converged, summary)
 
@@ -166,7 +171,8 @@ def batch_norm(
         return None
     if not _takes(x, weight, bias, mean, variance) or not x.shape[1:2] == mean.shape == variance.shape:
         return None
-    if x.ndim != 4 or not x.is_contiguous(memory_format=torch.channels_last):  # torch's own is good
+    layout_is_ours = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    if not layout_is_ours or _lacks_threads(x.numel(), PARALLEL_PASS):  # torch's own is good
         return None
     if not training:
         return None if _needs_graph(x, weight, bias, mean, variance) else _infer(x, weight, bias, mean, variance, eps)
@@ -284,6 +290,11 @@ def _layout(x: Tensor) -> torch.memory_format:
 
 def _lay_out(x: Tensor, layout: torch.memory_format) -> Tensor:
     return x.contiguous(memory_format=layout if x.ndim == 4 else torch.contiguous_format)
+
+
+def _lacks_threads(work: int, worth: int) -> bool:
+    """Whether torch would share this work among threads, of which a kernel built without OpenMP has one."""
+    return _KERNELS.MOST_THREADS == 1 and work >= worth and torch.get_num_threads() > 1
 
 
 def _threads(work: int, worth: int) -> int:

@@ -26,7 +26,7 @@ PyMODINIT_FUNC PyInit__kernels(void)
     if (made && (!names || PyModule_AddObjectRef(made, "ACTIVATIONS", names) < 0)) Py_CLEAR(made);
     Py_XDECREF(names);
     if (made && PyModule_AddIntConstant(made, "VECTORISED", VECTORISED) < 0) Py_CLEAR(made);
-    if (made && PyModule_AddIntConstant(made, "MOST_THREADS", MOST_THREADS) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "MOST_THREADS", THREADED ? MOST_THREADS : 1) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "INTERFACE", 3) < 0) Py_CLEAR(made); /* as in binding.py */
     return made;
 }

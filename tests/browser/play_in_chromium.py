@@ -259,7 +259,7 @@ def test_contrast(page, dark):
 def test_pictures(page, digits, tmp_path):
     """Light and dark, at both widths, as they are in the documentation."""
     folder = Path(os.environ.get("PCDEQ_PICTURES") or tmp_path)
-    views = (("desktop", 1280, 780, False, 0), ("larger", 1280, 780, True, 500), ("phone", 390, 844, True, 0))
+    views = (("desktop", 1280, 800, False, 0), ("larger", 1280, 800, True, 500), ("phone", 390, 844, True, 0))
     for name, width, height, dark, factor in views:
         page.resize(width, height, dark=dark, still=True)
         draw(page, digits[5])

@@ -13,7 +13,7 @@ const ACTIVATIONS = {
   "hard-tanh": { s: (y) => Math.min(Math.max(y, 0), 1), top: 1 },
   "hard-sigmoid": { s: (y) => Math.min(Math.max(y / 6 + 0.5, 0), 1), top: 1 },
 };
-const MOST_STEPS = 1000;
+const MOST_STEPS = 300; // bounds that have not met by then are bounds all the same
 const WIDEST = 0.2; // the largest noise, in pixels that go from 0 to 1
 
 // Numbers are stored as base64 of float32, as they were trained, or of float64, where they were computed.

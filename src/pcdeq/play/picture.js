@@ -5,21 +5,27 @@ const round = (x) => (Math.abs(x % 1) === 0.5 ? 2 * Math.round(x / 2) : Math.rou
 // A drawing, ink from 0 to 255, as pixels from 0 to 1: contrast stretched, the ink scaled into 20 of 28 pixels, its
 // centre of mass in the middle, as MNIST was made; null where there is no ink.
 function prepare(ink, side, [height, width]) {
-  const least = ink.reduce((a, b) => Math.min(a, b), 255), most = ink.reduce((a, b) => Math.max(a, b), 0);
+  let least = 255, most = 0, [left, top, right, bottom] = [side, side, -1, -1];
+  for (const value of ink) [least, most] = [Math.min(least, value), Math.max(most, value)];
   if (most === least) return null;
-  const gain = 255 / (most - least), stretched = ink.map((value) => Math.trunc(value * gain - least * gain));
-  let [left, top, right, bottom] = [side, side, -1, -1];
-  stretched.forEach((value, at) => {
-    if (value <= 64) return;
-    const x = at % side, y = (at - x) / side;
-    [left, top, right, bottom] = [Math.min(left, x), Math.min(top, y), Math.max(right, x), Math.max(bottom, y)];
-  });
-  if (right < 0) return null;
+  const gain = 255 / (most - least);
+  const stretched = Float64Array.from({ length: 256 }, (_, value) => Math.trunc(value * gain - least * gain));
+  for (let y = 0, at = 0; y < side; y++) {
+    for (let x = 0; x < side; x++, at++) {
+      if (stretched[ink[at]] <= 64) continue;
+      if (x < left) left = x;
+      if (x > right) right = x;
+      if (y < top) top = y;
+      bottom = y;
+    }
+  }
   const size = [bottom - top + 1, right - left + 1];
   const scale = Math.min((20 / 28) * width / size[1], (20 / 28) * height / size[0]);
   const [rows, columns] = size.map((edge) => Math.max(1, round(edge * scale)));
-  const cut = Float64Array.from({ length: size[0] * size[1] }, (_, at) =>
-    stretched[(top + Math.floor(at / size[1])) * side + left + (at % size[1])]);
+  const cut = new Float64Array(size[0] * size[1]);
+  for (let y = 0, at = 0; y < size[0]; y++) {
+    for (let x = 0; x < size[1]; x++) cut[at++] = stretched[ink[(top + y) * side + left + x]];
+  }
   const small = shrink(shrink(cut, size[0], size[1], columns), columns, size[0], rows); // each also transposes
   const mass = small.reduce((a, b) => a + b, 0);
   const middle = (place) => small.reduce((sum, value, at) => sum + value * place(at), 0) / mass;
@@ -45,7 +51,8 @@ function shrink(image, rows, length, target) {
     const weights = window.map((x) => (Math.abs(x) < 3 ? sinc(x) * sinc(x / 3) : 0));
     const total = weights.reduce((a, b) => a + b, 0);
     for (let row = 0; row < rows; row++) {
-      const sum = weights.reduce((part, weight, j) => part + weight * image[row * length + first + j], 0);
+      let sum = 0;
+      for (let j = 0; j < weights.length; j++) sum += weights[j] * image[row * length + first + j];
       result[i * rows + row] = Math.min(Math.max(Math.round(sum / total), 0), 255);
     }
   }

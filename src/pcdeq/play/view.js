@@ -37,13 +37,14 @@ const factorLevel = () => 100 ** (factor.value / 1000);
 const largest = (a, b) => a.reduce((most, z, i) => Math.max(most, Math.abs(z - b[i])), 1e-16);
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 const power = (number) => `10${String(number).replace(/./g, (sign) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(sign)])}`;
-const path = (points) => `M${points.map((point) => point.map((x) => x.toFixed(3)).join(" ")).join("L")}`;
+const point = (x, y) => `${Math.round(1000 * x)} ${Math.round(1000 * y)}`; // of a drawing from 0 to 1
+const path = (points) => `M${points.map(([x, y]) => point(x, y)).join("L")}`;
 
 // All units side by side, in the order of where they settle: a mark for each, or one line through all.
 function across(units, y, mark) {
   const places = thought.order.map((unit, i) => [(i + 0.5) / units.length, y(units[unit])]);
   if (!mark) return path(places);
-  return places.map(([x, y], i) => `M${x.toFixed(4)} ${y.toFixed(3)}${mark(thought.order[i])}`).join("");
+  return places.map(([x, y], i) => `M${point(x, y)}${mark(thought.order[i])}`).join("");
 }
 
 // Each shape is made once; then only its path is set.
@@ -90,6 +91,7 @@ function showPicture(shown) {
 }
 
 function showEnd() {
+  if (playing) return void (rethink.later = setTimeout(showEnd, 120)); // it takes longer than a frame
   const most = pixels ? provedUpTo(chosen.network, pixels, factorLevel()) : -1;
   $("end").hidden = most < 0;
   $("end").style.left = `calc(8px + (100% - 16px) * ${Math.cbrt(Math.max(most, 0) / WIDEST)})`;
@@ -100,14 +102,13 @@ const height = (number) => (1 - Math.log10(number)) / 17; // from 10 at the top 
 
 function showChart() {
   const last = +stepper.max, { lower, upper, provedAt } = thought, proved = provedAt >= 0 && pixels;
-  const gaps = lower.map((low, k) => [k, height(largest(upper[k], low))]);
-  const moves = wild.slice(1).map((z, k) => [k + 1, height(largest(z, wild[k]))]);
-  $("chart").setAttribute("viewBox", `0 0 ${last} 1`);
+  const gaps = lower.map((low, k) => [k / last, height(largest(upper[k], low))]);
+  const moves = wild.slice(1).map((z, k) => [(k + 1) / last, height(largest(z, wild[k]))]);
   draw($("chart"), {
-    grid: TICKS.map((tick) => `M0 ${height(10 ** tick)}H${last}`).join(""),
+    grid: TICKS.map((tick) => `M${point(0, height(10 ** tick))}h1000`).join(""),
     "curve wild": path(moves),
-    "curve gap": path([...gaps, [last, gaps.at(-1)[1]]]),
-    flag: proved ? `M${provedAt} 0V1` : "",
+    "curve gap": path([...gaps, [1, gaps.at(-1)[1]]]),
+    flag: proved ? `M${point(provedAt / last, 0)}v1000` : "",
   });
   $("mark").textContent = proved ? `proved at step ${provedAt}` : "";
   Object.assign($("mark").style, { left: `${(100 * provedAt) / last}%`, translate: `${(-100 * provedAt) / last}%` });
@@ -123,15 +124,16 @@ function show(position) {
   };
   const [low, high, plain] = [lower, upper, wild].map(blend), gap = largest(high, low), dot = () => "h0";
   const y = (z) => 1 - z / top;
-  const trail = (points) => points.slice(0, Math.min(k + 1, 40)).map((z) => across(z, y)).join("");
+  const stride = Math.ceil(lower.length / 40), past = (_, i) => i <= k && i % stride === 0;
+  const trail = (points) => points.filter(past).map((z) => across(z, y)).join("");
   draw($("units"), { "low trail": trail(lower), "high trail": trail(upper),
     "high dots": across(high, y, dot), "low dots": across(low, y, dot) });
   const ground = ACTIVATIONS[chosen.network.activation].s(-1) < 0 ? -top : 0, wildY = (z) => (top - z) / (top - ground);
   const recent = wild.slice(Math.max(0, k - 8), k + 1);
   const span = (choose) => plain.map((_, i) => choose(...recent.map((z) => z[i]))), most = span(Math.max);
-  draw($("plain"), { grid: `M0 ${wildY(0)}H1`, "wild dots": across(plain, wildY, dot),
-    "wild reach": across(span(Math.min), wildY, (i) => `V${wildY(most[i]).toFixed(3)}`) });
-  draw($("chart"), { now: `M${position} 0V1` });
+  draw($("plain"), { grid: `M${point(0, wildY(0))}h1000`, "wild dots": across(plain, wildY, dot),
+    "wild reach": across(span(Math.min), wildY, (i) => `V${Math.round(1000 * wildY(most[i]))}`) });
+  draw($("chart"), { now: `M${point(position / stepper.max, 0)}v1000` });
   $("units").classList.toggle("met", gap < 0.01 * top);
   const size = Math.ceil(Math.log10(gap));
   $("state").textContent = gap < 1e-13 ? "closed" : `gap below ${size < 0 ? power(size) : 10 ** size}`;
@@ -145,7 +147,7 @@ function showVerdict({ scores, best, least, most, proved }, ended) {
   const range = Math.max(...thought.verdict.least.map(Math.abs), 1e-9);
   const words = proved ? ["✓ proved", `no other can win${noiseLevel() ? ", whatever the noise" : ""}`]
     : [ended ? "not proved" : "settling …", `it may be ${rest.length > 5 ? "any other" : rest.join(", ")}`];
-  if (factorLevel() > 1 || chosen.borrowed) words[1] += " – for weights that nobody trained";
+  if (proved && (factorLevel() > 1 || chosen.borrowed)) words[1] += " – for weights that nobody trained";
   $("answer").classList.toggle("proved", proved && pixels !== null);
   $("digit").textContent = pixels ? classes[best] : "";
   [$("word").textContent, $("why").textContent] = pixels ? words : ["", "draw a digit"];
@@ -239,7 +241,7 @@ factor.onchange = () => changed(true);
 
 Object.assign(pen, { lineWidth: 24, lineCap: "round", lineJoin: "round", strokeStyle: "#fff" });
 for (const svg of document.querySelectorAll("svg")) svg.setAttribute("preserveAspectRatio", "none");
-for (const id of ["units", "plain"]) $(id).setAttribute("viewBox", "0 0 1 1");
+for (const id of ["units", "plain", "chart"]) $(id).setAttribute("viewBox", "0 0 1000 1000");
 for (const name of classes) {
   const row = $("scores").appendChild(document.createElement("div"));
   row.innerHTML = '<span></span><svg viewBox="0 0 100 10" preserveAspectRatio="none"></svg>';

@@ -190,3 +190,14 @@ def test_a_trace_is_bounded_by_what_is_proved(subjects):
             assert entry["error"] <= entry["bound"] * (1 + 1e-9) + 1e-12
         for entry in entries:
             assert entry["error"] <= entry["a_priori"] * (1 + 1e-9) + 1e-12
+
+
+def test_a_reason_names_the_runs_that_are_not_counted(tmp_path):
+    make_run(tmp_path, "pcdeq-2-l-sigmoid", 2, steps_per_epoch=9)
+    make_run(tmp_path, "pcdeq-2-l-sigmoid", 2, seed=1, settings={"lr": 0.5})
+    (claim,) = (claim for claim in check_claims(lines_in(tmp_path), []) if claim.statement.startswith("With sigmoid"))
+    assert claim.verdict == "not measured"
+    assert claim.measured == "no run with sigmoid (runs with --lr 0.5, --steps-per-epoch 9 are not counted)"
+    make_run(tmp_path, "pcdeq-2-l-sigmoid", 2, seed=2)
+    (claim,) = (claim for claim in check_claims(lines_in(tmp_path), []) if claim.statement.startswith("With sigmoid"))
+    assert "not counted" not in claim.measured

@@ -212,3 +212,28 @@ def test_studies_on_the_networks_and_digits_of_the_package(tmp_path, monkeypatch
     assert {"convergence", "solvers", "tolerance", "singular-value-mnist-mini-l"} <= names
     assert main(["reproduce", "claims"]) == 0
     assert "held          The fixed point is unique" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["html", "md"])
+def test_broken_runs_are_left_out_and_named(suffix, tmp_path, capsys):
+    for name, file in (("config", "config.json"), ("metrics", "metrics.jsonl"), ("summary", "summary.json")):
+        run = make_run(tmp_path / "runs", f"pcdeq-1-l-{'tanh' if name == 'config' else 'relu6'}", 2, seed=ord(name[0]))
+        (run.path / file).write_text("{\n")
+    make_run(tmp_path / "runs", "pcdeq-2-l-sigmoid", 2)
+    out = tmp_path / f"report.{suffix}"
+    assert main(["report", str(tmp_path / "runs"), "-o", str(out), "--no-studies"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("pcdeq: left out: ") == out.read_text().count("Left out: ") == 3
+    assert all(name in told for name in ("config.json", "metrics.jsonl", "summary.json"))
+
+
+def test_any_run_is_drawn(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    layers = {"forward_steps": (9.0, 6.0, 3.0), "backward_steps": (8.0, 5.0, 2.0), "largest_singular_value": ()}
+    make_run(runs, "demo", 3, settings={"data": "mnist-mini"}, **layers)
+    make_run(runs, "pcdeq-1-l-tanh", 1, steps_per_epoch=7)
+    make_run(runs, "mondeq-l", 2)
+    assert main(["report", str(runs), "-o", str(tmp_path / "report.html"), "--no-studies"]) == 0
+    drawn = {path.stem.removeprefix("curves-") for path in (tmp_path / "figures").glob("curves-*.png")}
+    assert drawn == {path.name for path in runs.iterdir()}
+    assert (tmp_path / "figures" / next(iter(f"curves-{name}.csv" for name in drawn if "demo" in name))).is_file()

@@ -50,7 +50,8 @@ class List:
         show(entries, _in_short(len(found)) if in_short else table(entries), self.json)
 
     def _list_runs(self) -> None:
-        from pcdeq.training.run import RUNS, readable_runs
+        from pcdeq.training import readable_runs
+        from pcdeq.training.run import RUNS
 
         if self.all:
             raise UsageError("--all is for rows; `pcdeq list runs` shows all runs")

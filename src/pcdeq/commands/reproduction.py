@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from pcdeq.commands.shared import DataDir, Device, Flag, show, table
+from pcdeq.commands.shared import DataDir, Device, Flag, show, table, warn
 from pcdeq.errors import PcdeqError, UsageError
 from pcdeq.recipes import PAPER_DATASETS, Recipe, TrainConfig
 
 if TYPE_CHECKING:
     from pcdeq.reproduce import Job
+    from pcdeq.training import Run
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,8 @@ class Reproduce:
     def _write_tables(self, jobs: list[Job], datasets: tuple[str, ...]) -> None:
         from pcdeq.files import write_file
         from pcdeq.report.tables import collect, markdown_table
-        from pcdeq.training import find_runs
 
-        lines = collect(find_runs(self.runs_dir), datasets)
+        lines = collect(_readable(self.runs_dir), datasets)
         wanted = {(job.config.row, job.config.data) for job in jobs}
         entries = [
             {"data": data, **line.cells()}
@@ -133,12 +133,21 @@ class Reproduce:
         from pcdeq.report.claims import check_claims
         from pcdeq.report.studies import find_subjects
         from pcdeq.report.tables import collect
-        from pcdeq.training import find_runs
 
-        lines = [line for group in collect(find_runs(self.runs_dir)).values() for line in group]
+        lines = [line for group in collect(_readable(self.runs_dir)).values() for line in group]
         claims = check_claims(lines, *find_subjects(lines, self.data_dir))
         text = (f"{one.verdict:<12}  {one.statement} ({one.source})\n{'':12}  {one.measured}" for one in claims)
         show((claim.cells() for claim in claims), text, self.json)
+
+
+def _readable(folder: Path) -> list[Run]:
+    """The runs in a folder; those that are broken are named on standard error."""
+    from pcdeq.training import readable_runs
+
+    runs, broken = readable_runs(folder)
+    for reason in broken:
+        warn(f"left out: {reason}")
+    return runs
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,8 @@ class Report:
         folder = self.figures or self.out.parent / "figures"
         options = {"studies": self.studies, "data_dir": self.data_dir, "bench": self.bench}
         page = write_report(self.runs_dir, self.out, folder, **options)
+        for reason in page.broken:
+            warn(f"left out: {reason}")
         ran = sum(bool(line.runs) for lines in page.tables.values() for line in lines)
         print(f"{self.out}: {ran} rows with runs, {len(page.claims)} claims")
         print(f"{folder}: {len(page.charts)} figures")

@@ -49,10 +49,11 @@ class Claim:
 
 def check_claims(lines: Iterable[Line], subjects: Sequence[Subject], reason: str | None = None) -> list[Claim]:
     """Check every claim against these runs, and against the networks in ``subjects``; ``reason`` says why none is."""
-    usual = [line for line in lines if line.runs and line.is_usual]
+    there = [line for line in lines if line.runs]
+    usual = [line for line in there if line.is_usual]
     lines = [line for line in usual if line.row.family == "pcdeq"]  # as the paper has them
     reason = reason or "no trained network at hand"
-    return [
+    claims = [
         *_steps_do_not_grow(lines),
         *_rivals_grow(usual),
         _sigmoid_below_eight(lines),
@@ -66,6 +67,18 @@ def check_claims(lines: Iterable[Line], subjects: Sequence[Subject], reason: str
         _parameters(),
         *_text_against_tables(),
     ]
+    note = _not_counted(there)
+    return [replace(claim, measured=claim.measured + note) if claim.held is None else claim for claim in claims]
+
+
+def _not_counted(lines: Sequence[Line]) -> str:
+    """Why runs that are there do not count: what they were trained with."""
+    settings = {
+        f"--steps-per-epoch {line.steps_per_epoch}" if line.steps_per_epoch else " ".join(line.changes)
+        for line in lines
+        if not line.is_usual
+    }
+    return f" (runs with {', '.join(sorted(settings))} are not counted)" if settings else ""
 
 
 def _rule(solver: str) -> str:

@@ -11,10 +11,12 @@ from matplotlib.axes import Axes
 
 from pcdeq.recipes import Recipe
 from pcdeq.report.charts import LOOKS, Chart, finish, new_figure
+from pcdeq.report.figures import draw_curves
 from pcdeq.report.tables import Line
 from pcdeq.training import EpochMetrics
 
 NETWORKS = {"l": "one linear layer (L)", "sc": "one convolution (SC)", "mc": "three convolutions (MC)"}
+CURVES = ("epoch", "loss", "train_accuracy", "test_loss", "test_accuracy")
 Quantity = Callable[[EpochMetrics], float]
 
 
@@ -72,6 +74,22 @@ def draw_families(lines: Iterable[Line]) -> list[Chart]:
         if family.topology == "l":
             label = "largest singular value of W"
             charts.append(_draw(family, "singular-value", label, lambda epoch: epoch.largest_singular_value[0]))
+    return charts
+
+
+def draw_others(lines: Iterable[Line]) -> list[Chart]:
+    """The curves of every other run, such as the demo's, a rival's or one with settings of its own."""
+    lines = [line for line in lines if line.runs]
+    drawn = [line for family in families(lines) for line in family.lines.values() if line.epochs > 1]
+    charts = []
+    for line in lines:
+        if any(line is other for other in drawn):
+            continue
+        run = line.runs[0]
+        more = f", the first of {len(line.runs)}" if len(line.runs) > 1 else ""
+        caption = f"Loss and accuracy by epoch: {' '.join([line.row.title, *line.changes])}, run {run.path.name}{more}."
+        data = [{name: getattr(epoch, name) for name in CURVES} for epoch in run.metrics]
+        charts.append(Chart(f"curves-{run.path.name}", caption, draw_curves(run), data))
     return charts
 
 

@@ -63,7 +63,7 @@ def draw_certificate(
 def draw_curves(run: Run) -> Figure:
     """Loss and accuracy by epoch, with the paper's accuracy where the run follows a row of it."""
     metrics, config = run.metrics, run.config
-    figure = new_figure(8.4, 3.4, f"{config.row} on {config.data}, seed {config.seed}")
+    figure = new_figure(8.4, 3.4, f"{config.row} on {Path(config.data).name}, seed {config.seed}")
     loss, accuracy = figure.subplots(1, 2)
     _line(loss, [line.loss for line in metrics], "training", BLUE)
     _line(loss, [line.test_loss for line in metrics], "test", ORANGE)

@@ -17,10 +17,10 @@ from pcdeq.files import write_file
 from pcdeq.report.charts import Chart
 from pcdeq.report.claims import Claim, check_claims
 from pcdeq.report.comparison import Bench, Comparison, compare, count_verdicts, verdict_in_words
-from pcdeq.report.curves import draw_families
+from pcdeq.report.curves import draw_families, draw_others
 from pcdeq.report.studies import draw_studies, find_subjects
 from pcdeq.report.tables import TEXT_COLUMNS, Line, collect, markdown_table
-from pcdeq.training import Run, find_runs
+from pcdeq.training import Run, readable_runs
 
 TITLE = "Positive concave deep equilibrium models, reproduced"
 NOTES = (
@@ -51,6 +51,7 @@ class Content:
     claims: list[Claim]
     environments: list[str]
     missing: str | None  # why there are no studies
+    broken: list[str]  # the runs that cannot be read, each with why
     source: Path
     bench: Path | None
 
@@ -78,9 +79,10 @@ def write_report(
 ) -> Content:
     """Write the page to ``out`` and every figure as PNG, SVG and CSV to ``figures``."""
     times = None if bench is None else Bench.read(bench)
-    runs = find_runs(runs_dir)
+    runs, broken = readable_runs(runs_dir)
     if not any(run.metrics for run in runs):
-        raise PcdeqError(f"{runs_dir} has no run with a complete epoch; `pcdeq reproduce` makes runs")
+        found = f" that can be read ({'; '.join(broken)})" if broken else ""
+        raise PcdeqError(f"{runs_dir} has no run with a complete epoch{found}; `pcdeq reproduce` makes runs")
     tables = collect(runs)
     lines = [line for group in tables.values() for line in group]
     subjects, missing = [], "without studies, trained networks are not looked at"
@@ -89,10 +91,11 @@ def write_report(
     content = Content(
         tables=tables,
         rows={data: compare(lines, times) for data, lines in tables.items()},
-        charts=[*draw_families(lines), *draw_studies(subjects)],
+        charts=[*draw_families(lines), *draw_others(lines), *draw_studies(subjects)],
         claims=check_claims(lines, subjects, missing),
         environments=_environments(runs),
         missing=missing,
+        broken=broken,
         source=runs_dir,
         bench=bench,
     )
@@ -141,6 +144,7 @@ def as_markdown(content: Content, out: Path, figures: Path) -> str:
         parts.append(f"![{chart.name}]({link}.png)\n\n{chart.caption} ([SVG]({link}.svg), [data]({link}.csv))")
     if content.missing:
         parts.append(f"Figures of trained networks are missing: {content.missing}")
+    parts += [f"Left out: {reason}" for reason in content.broken]
     parts += ["## Environment", *content.environments]
     return "\n\n".join(parts) + "\n"
 
@@ -165,6 +169,7 @@ def as_html(content: Content) -> str:
         _table([claim.cells() for claim in content.claims]),
         f'<h2 id="figures">Figures</h2><div class="figures">{"".join(map(_figure, content.charts))}</div>',
         f"<p>Figures of trained networks are missing: {html.escape(content.missing)}</p>" if content.missing else "",
+        *(f"<p>Left out: {html.escape(reason)}</p>" for reason in content.broken),
         '<h2 id="environment">Environment</h2>',
         *(f'<p class="soft">{html.escape(one)}</p>' for one in content.environments),
     ]

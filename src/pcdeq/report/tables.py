@@ -89,7 +89,8 @@ class Line:
         """What to type to get this line."""
         data = self.data if "/" not in self.data else Path(self.data).name
         if self.changes or self.row.name == "demo":  # `reproduce` trains the paper's rows as they are
-            start, options = f"pcdeq train {self.row.name}", {"data": data, "seed": self.runs[0].config.seed}
+            seed = self.runs[0].config.seed if self.runs else 0
+            start, options = f"pcdeq train {self.row.name}", {"data": data, "seed": seed}
         else:
             start, options = f"pcdeq reproduce {data}", {"rows": self.row.name, "runs": len(self.runs) or None}
         options["recipe"] = None if self.row.recipe == "paper" else self.row.recipe

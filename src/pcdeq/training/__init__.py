@@ -5,7 +5,7 @@ from pcdeq.extras import needing
 with needing("train", "training"):
     from pcdeq.training.evaluation import Evaluation, evaluate
     from pcdeq.training.run import Checkpoint, EpochMetrics, Run, find_runs
-    from pcdeq.training.summary import Summary, read_summary, spread, summarise
+    from pcdeq.training.summary import Summary, read_summary, readable_runs, spread, summarise
     from pcdeq.training.trainer import Interrupted, resume, train
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "evaluate",
     "find_runs",
     "read_summary",
+    "readable_runs",
     "resume",
     "spread",
     "summarise",

@@ -327,18 +327,6 @@ def find_runs(folder: Path = RUNS) -> list[Run]:
     return [Run(path.parent) for path in sorted(folder.glob("*/config.json"))]
 
 
-def readable_runs(folder: Path = RUNS) -> tuple[list[Run], list[str]]:
-    """The runs in a folder that can be read, and of each other one why not."""
-    runs, broken = [], []
-    for run in find_runs(folder):
-        try:
-            _ = run.config, run.metrics
-            runs.append(run)
-        except PcdeqError as error:
-            broken.append(f"{run.path}: {error}")
-    return runs, broken
-
-
 def _new_folder(config: ResolvedConfig) -> Path:
     if config.out is not None:
         if config.out.exists() and not _is_free(config.out):

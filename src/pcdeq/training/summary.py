@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pcdeq.data import Dataset
-from pcdeq.errors import DataError, UsageError
+from pcdeq.errors import DataError, PcdeqError, UsageError
 from pcdeq.files import read_json
 from pcdeq.models import load
 from pcdeq.proofs.certify import certify
 from pcdeq.recipes.config import check_types
-from pcdeq.training.run import Run
+from pcdeq.training.run import RUNS, Run, find_runs
 
 CERTIFIED_IMAGES = 1_000  # test images; `pcdeq certify` takes them all
 
@@ -69,6 +70,18 @@ def read_summary(run: Run) -> Summary | None:
     except (DataError, ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}; delete it and repeat the command that made it") from error
     return summary if summary.epoch == len(run.metrics) else None
+
+
+def readable_runs(folder: Path = RUNS) -> tuple[list[Run], list[str]]:
+    """The runs in a folder that can be read, and of each other one why not."""
+    runs, broken = [], []
+    for run in find_runs(folder):
+        try:
+            _ = run.config, read_summary(run), run.metrics
+            runs.append(run)
+        except PcdeqError as error:
+            broken.append(f"{run.path}: {error}")
+    return runs, broken
 
 
 def spread(total: int, images: int | None) -> Tensor:

@@ -56,6 +56,8 @@ FILES = {
     "pcdeq/weights/pcdeq-1-l-tanh-mnist.safetensors": "",
     "pcdeq/report/page.css": "",
     "pcdeq/report/page.js": "",
+    "pcdeq/play/page.html": "",
+    "pcdeq/play/numerics.js": "",
     "pcdeq/_kernels.so": "",
     "pcdeq/cli.py": "",
     "pcdeq-1.2.3.dist-info/licenses/LICENSE": "",

@@ -4,6 +4,7 @@
 # make test-plain   set up and run the tests of layers, solvers, gradients, bounds and training without the C kernels
 # make test-core    make an environment with nothing but the core, and run the core's tests in it
 # make test-browser   set up and try the page to play with in a headless Chromium, which must be on the path
+# make hostile N=10000     claims about so many hostile layers, networks and files put before an independent referee
 # make docs     set up and build the documentation into docs/_build; a warning is an error
 # make check    the tests, the linters, the type checker and the documentation: what .ci/run does
 # make bench    set up and measure the speed against other implementations, on trained weights
@@ -15,7 +16,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo test test-kernels test-plain test-core test-browser lint docs check bench dist test-wheel clean
+.PHONY: help setup demo test test-kernels test-plain test-core test-browser hostile lint docs check bench dist test-wheel clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -67,6 +68,9 @@ test-core:
 # PCDEQ_PICTURES=docs/img makes the pictures of it for the documentation.
 test-browser: setup
 	$(BIN)/python -m pytest tests/browser/play_in_chromium.py
+
+hostile: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m hostile $(or $(N),10000) --first $(or $(SEED),0)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -116,8 +116,20 @@ def solves(score: Score, rng: Rng, case: Case, truth: tuple, name: str) -> None:
     middle = (truth[0] + truth[1]) / 2
     known = np.isfinite(truth[1]).all(1) & plain.converged.numpy()
     far = _norm(z - middle) > 100 * tol * _norm(middle)
-    near = _norm(case.flat(plain.value) - middle) <= 10 * tol * _norm(middle)
+    near = known & (_norm(case.flat(plain.value) - middle) <= 10 * tol * _norm(middle))
+    if (converged & far & near).any():  # a small residual is no small error: plain torch may have been lucky
+        near &= _is_no_luck(case, solver, middle, tol)
     score.add("converged: as plain torch", converged & known, far & near, f"{name} {solver}")
+
+
+def _is_no_luck(case: Case, solver: pcdeq.solvers.Solver, middle: np.ndarray, tol: float) -> np.ndarray:
+    """Whether plain torch stops near z* for inputs that differ by a few roundings, too."""
+    near = np.ones(case.samples, bool)
+    for side in (-8, -3, 3, 8):
+        with without_kernels():
+            moved = case.layer.solve(case.x * (1 + side * torch.finfo(case.x.dtype).eps), solver=solver)
+        near &= _norm(case.flat(moved.value) - middle) <= 10 * tol * _norm(middle)
+    return near
 
 
 def _norm(values: np.ndarray) -> np.ndarray:

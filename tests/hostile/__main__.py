@@ -42,10 +42,12 @@ class Tally(Score):
         super().__init__()
         self.cases: Counter[str] = Counter()
         self.failed: list[tuple[int, str]] = []
+        self.made["traceback"] = 0  # the table says so if there is none
 
     def take(self, seed: int, case: Score, subject: str, surrounding: str) -> None:
         self.cases[subject] += 1
-        self.cases[f"in {surrounding}"] += surrounding != "alone"
+        if surrounding != "alone":
+            self.cases[f"in {surrounding}"] += 1
         self.made += case.made
         self.false += case.false
         self.failed += [(seed, f"[{subject}, {surrounding}] {detail}") for detail in case.details]

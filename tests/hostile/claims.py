@@ -350,13 +350,15 @@ def about_a_radius(score: Score, rng: Rng, model: nn.Sequential, images: Tensor,
     radius = float((best[0, 0] - best[0, 1]) / slope[0].abs().sum().clamp(min=1e-30)) * rng.uniform(0.5, 1.05)
     if not 0 < radius < 1e3 or rng.random() < 0.3:
         radius = float(images.abs().max()) * 10 ** rng.uniform(-6, -1)
+    bounds = str(rng.choice(("best", "intervals", "linear")))
+    name = f"{name} radius {radius:.3g} {bounds}"
     with score.around():
-        certificate = pcdeq.certify(model, images, radius=radius)
+        certificate = pcdeq.certify(model, images, radius=radius, bounds=bounds)
     for attempt in range(4):
         corner = torch.from_numpy(rng.choice((-1.0, 1.0), tuple(x.shape)))
         direction = corner if attempt else -slope.sign()
         true, error = scores(model, x.detach() + direction * radius * (1 - 1e-12))
-        score.add("certificate with radius", *judge(certificate, true, error), f"{name} radius {radius:.3g}")
+        score.add("certificate with radius", *judge(certificate, true, error), name)
 
 
 # ------------------------------------------------------------------------------------------- odd modules

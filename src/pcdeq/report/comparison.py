@@ -111,10 +111,10 @@ class Comparison:
             "its schedule": _accuracy(papers),
             "difference": "" if shown is None else signed(shown.difference),
             "epochs": epochs,
+            "faster*": "" if (faster := self.speedup) is None else f"{faster:.0f}x",
             "min, recipe": _minutes(fast),
             "min, schedule": _minutes(papers),
             "min, authors'*": "" if authors is None else _short(authors),
-            "faster*": "" if (faster := self.speedup) is None else f"{faster:.0f}x",
         }
 
     @property

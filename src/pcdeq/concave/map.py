@@ -14,7 +14,7 @@ from torch import Tensor
 from pcdeq.concave.bound import BoundMap, contradicted
 from pcdeq.concave.bounds import AdjointBound, adjoint_bound, enclose_near, tighten
 from pcdeq.concave.existence import Feasibility, feasibility
-from pcdeq.concave.solving import certify_on, run_on, scaled_problem, with_jacobian
+from pcdeq.concave.solving import certify_on, newton_on, run_on
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
 from pcdeq.maps import implicit_gradient
 from pcdeq.proofs.certified import Certified, solve_to_bound
@@ -77,8 +77,8 @@ class ConcaveMap:
             there is no fixed point.
         rounding: a bound on the relative rounding error of an evaluation, if you want to grant one. By default each
             operation of fn is analysed; one that is not known is refused by name.
-        solver: by default ``Anderson(tol=1e-6, max_steps=1000)``; ``Newton()`` for few unknowns and the last digits;
-            ``Certified(...)`` to stop at a proved relative error.
+        solver: by default ``Anderson(tol=1e-6, max_steps=1000, memory=5)``; ``Newton()`` for few unknowns and the last
+            digits; ``Certified(...)`` to stop at a proved relative error.
         adjoint_solver: for the backward pass; by default the same, or Anderson in place of Newton.
 
     Two cells, each busier the more the other one is (see ``examples/cell_load.py``):
@@ -112,7 +112,7 @@ class ConcaveMap:
         if rounding is not None and not 0 <= rounding < 0.1:
             raise UsageError(f"rounding must be a small relative error, such as 1e-14, got {rounding}")
         self.fn, self.asymptotic, self.rounding = fn, asymptotic, rounding
-        self.solver = Anderson(tol=1e-6, max_steps=1000) if solver is None else solver
+        self.solver = Anderson(tol=1e-6, max_steps=1000, memory=5) if solver is None else solver
         self.adjoint_solver = _for_adjoint(self.solver) if adjoint_solver is None else adjoint_solver
         for name, given in (("solver", self.solver), ("adjoint_solver", self.adjoint_solver)):
             require_solver(given.solver if isinstance(given, Certified) else given, name)
@@ -184,19 +184,18 @@ class ConcaveMap:
         inner = solver.solver if isinstance(solver, Certified) else solver
         if not bound.start.numel():
             return Solution.empty(bound.start)
-        steps = torch.zeros(len(bound.start), dtype=torch.int64, device=bound.start.device)
-        before = Solution.of(bound.start, steps, steps.to(bound.start.dtype), steps == 0)
+        whole = bool((bound.start > 0).all())
+        steps = torch.full((len(bound.start),), 0 if whole else 1, device=bound.start.device)
+        start = bound.start if whole else bound(bound.start)
+        before = Solution.of(start, steps, steps.to(start.dtype), steps >= 0)
         few = {"tol": max(ROUGH, inner.tol), "max_steps": min(ROUGH_STEPS, inner.max_steps)}
-        first = inner if bool((bound.start > 0).all()) else inner.with_options(**few)
+        first = inner if whole else inner.with_options(**few)
         if isinstance(inner, Newton):  # which wants an upper bound to fall from
             first = Anderson(**few)
-        solution = run_on(before, scaled_problem(bound, before), first)
+        solution = run_on(bound, before, first)
         if isinstance(solver, Certified):
             return certify_on(bound, solution, inner)
-        problem = scaled_problem(bound, solution)
-        if isinstance(inner, Newton):
-            problem = with_jacobian(bound, problem, solution.value)
-        return run_on(solution, problem, inner)
+        return (newton_on if isinstance(inner, Newton) else run_on)(bound, solution, inner)
 
     def _told(self, bound: BoundMap, solution: Solution, solver: Solver | Certified) -> Solution:
         """Say what did not converge and, if so, that there is nothing to converge to.

@@ -1,15 +1,17 @@
-"""Solves in units of the point itself: small components are to be as exact as large ones.
+"""Solves in logarithms: small components are to be as exact as large ones, and every point is in the cone.
 
-z = fn(z) with z = D ζ is ζ = D⁻¹ fn(D ζ), positive and concave like fn. If D is a rough solution, all components of ζ
-are about 1 and the loop's relative residual, one number a sample, is about that of each component.
+In y = 1 + log(z/d), with d a rough solution, all components are about 1 at the solution, and the loop's relative
+residual, one number a sample, is about the relative error of a component. A monotone scalable map does not expand the
+sup norm in y, which is Thompson's metric, so secants bend less than they do in z.
 
-*Why no upper bound is needed* (T6 clamps to a box): suppose that there is a fixed point, so that the spectral radius of
-the asymptotic mapping g∞ is below 1. As ‖z‖ grows, (g(z) - z)/‖z‖ comes close to g∞(v) - v, v = z/‖z‖, uniformly, as g∞
-is continuous; that is not 0 and, the sphere being compact, not near 0. So points with a residual of at most r are
-bounded, by C(1 + r). A proposal is kept only if its residual is at most r = qʲR after j others. The plain step from
-there lies between g(0) and C(1 + r), and those that follow do not increase Thompson's distance to z*; so their
-residuals are at most C(1 + r), too, for some C. Hence R, the largest residual at a plain step, stays bounded, because
-qʲ falls; all is in one bounded set, and the proof of T6 applies as it is. ∎
+*Why no upper bound is needed* (T6 clamps to a box). Let r = log(g(z)/z) be the residual. Along plain steps its sup norm
+does not grow, its Euclidean norm hence by at most √n. A proposal is kept only with a residual of at most qʲR after j
+others, R the largest at a plain step; so R stops growing once √n qʲ <= 1, and if infinitely many are kept, their
+residuals go to 0. Such points are bounded: below, because z = g(z)/exp(r) >= g(0)/exp(r) > 0; above, because along
+‖z‖ -> ∞ a limit v of z/‖z‖ would have g∞(v) = v (g(pv)/p tends to the asymptotic mapping g∞ uniformly, as both are
+continuous and the limit is monotone), but its spectral radius is below 1 if there is a fixed point. So they go to the
+one fixed point, and plain steps in between do not increase Thompson's distance to it. If only finitely many are kept,
+what remains are plain steps, which converge from everywhere. ∎
 """
 
 from __future__ import annotations
@@ -30,6 +32,26 @@ def unit_of(z: Tensor) -> Tensor:
     return torch.where(z.isfinite() & (z > 0), z, 1.0)
 
 
+def from_logs(y: Tensor, unit: Tensor) -> Tensor:
+    """The point z whose logarithm is y - 1, in such units."""
+    return torch.exp(y - 1) * unit
+
+
+def run_on(bound: BoundMap, before: Solution, solver: Solver) -> Solution:
+    """Solve in logarithms, in units of an earlier solution and from there; each sample's steps are those of both."""
+    unit = unit_of(before.value)
+    problem = Problem(lambda y: 1 + torch.log(bound(from_logs(y, unit)) / unit), torch.ones_like(unit))
+    found = run(problem, solver)
+    return _together(before, found.with_value(from_logs(found.value, unit)))
+
+
+def newton_on(bound: BoundMap, before: Solution, solver: Solver) -> Solution:
+    """The same by Newton's method, which needs the cone itself: there the map is concave."""
+    unit = unit_of(before.value)
+    found = run(with_jacobian(bound, scaled_problem(bound, before), before.value), solver)
+    return _together(before, found.with_value(found.value * unit))
+
+
 def scaled_problem(bound: BoundMap, before: Solution) -> Problem:
     """The map in units of the value of an earlier solve, to go on from there."""
     unit = unit_of(before.value)
@@ -48,11 +70,6 @@ def with_jacobian(bound: BoundMap, problem: Problem, z: Tensor) -> Problem:
     return replace(problem, box=(torch.zeros_like(above), above), jacobian=jacobian)
 
 
-def run_on(before: Solution, problem: Problem, solver: Solver) -> Solution:
-    """Solve a scaled problem that goes on where another solve ended; each sample's steps are those of both."""
-    return _together(before, run(problem, solver))
-
-
 def certify_on(bound: BoundMap, before: Solution, solver: Solver) -> Solution:
     """The same until the relative error is proved to be below the solver's tol."""
     unit = unit_of(before.value)
@@ -62,10 +79,10 @@ def certify_on(bound: BoundMap, before: Solution, solver: Solver) -> Solution:
         off = torch.maximum(box.upper - z * unit, z * unit - box.lower) / unit
         return torch.where(per_sample(box.certified, z), off, torch.inf)
 
-    return _together(before, solve_to_bound(solver, scaled_problem(bound, before), distance))
+    found = solve_to_bound(solver, scaled_problem(bound, before), distance)
+    return _together(before, found.with_value(found.value * unit))
 
 
 def _together(before: Solution, after: Solution) -> Solution:
-    steps = before.steps + after.steps
-    joined = Solution.of(after.value * unit_of(before.value), steps, after.residual, after.converged)
+    joined = Solution.of(after.value, before.steps + after.steps, after.residual, after.converged)
     return joined.with_outcome(after.outcome)

@@ -82,7 +82,7 @@ def read(path: str) -> np.ndarray:
 
 
 def load(name: str, outside: float | None = None):
-    """One of the two data sets: pyblp's problem, our batch, Σ and Π; with another share of the outside good, if given."""
+    """One of the two data sets: pyblp's problem, our batch, Σ and Π; perhaps with another share of the outside good."""
     import pyblp
 
     pyblp.options.verbose = False

@@ -10,6 +10,7 @@ import runpy
 import statistics
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,9 +108,9 @@ def compare() -> str:
         sigma, pi = scale * sigma, scale * pi
         given = markets.consumers(sigma, pi)
         methods = {
-            "pyblp, contraction": lambda: by_pyblp(problem, sigma.numpy(), pi.numpy(), "simple"),
-            "pyblp, SQUAREM": lambda: by_pyblp(problem, sigma.numpy(), pi.numpy(), "squarem"),
-            "pcdeq, all markets at once": lambda: by_us(markets, given),
+            "pyblp, contraction": partial(by_pyblp, problem, sigma.numpy(), pi.numpy(), "simple"),
+            "pyblp, SQUAREM": partial(by_pyblp, problem, sigma.numpy(), pi.numpy(), "squarem"),
+            "pcdeq, all markets at once": partial(by_us, markets, given),
         }
         if outside is not None:  # with so small a share it would need some thousand times as many
             del methods["pyblp, contraction"]
@@ -139,6 +140,7 @@ def main() -> None:
 
 `python scripts/compare_demand.py` (pyblp {pyblp.__version__}, torch {torch.__version__}, one thread) made these tables.
 An evaluation is one of the contraction or of our map in one market; each costs a pass over its consumers and products.
+In a batch, markets that are done wait for the slowest; what is counted is what each needed.
 Seconds are those of the inversions alone, to 1e-14, medians of {RUNS} runs (one for the hardest case). SQUAREM and the
 contraction may take {LIMIT} evaluations a market. Times were taken on a machine that was busy with other work: take the
 counts, not the times.

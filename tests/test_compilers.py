@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning
@@ -87,10 +88,10 @@ class TestCompile:
             graphs.append(counter.frame_count)
         assert graphs[0] == graphs[1] > 0
 
-    @pytest.mark.parametrize(("kind", "activation"), [("dense", "sigmoid"), ("conv2d", "tanh")])
-    def test_inductor(self, kind, activation):
-        layer = taught(kind, activation, dtype=torch.float32, solver=pcdeq.Anderson(tol=1e-6))
-        reference, x = copy.deepcopy(layer), make_input(kind, samples=3, dtype=torch.float32)
+    def test_inductor(self):
+        """A dense layer; the page "On a GPU, with compilers", which is run too, has a convolutional one."""
+        layer = taught("dense", "sigmoid", dtype=torch.float32, solver=pcdeq.Anderson(tol=1e-6))
+        reference, x = copy.deepcopy(layer), make_input("dense", samples=3, dtype=torch.float32)
         compiled = torch.compile(layer, fullgraph=True)
         assert_close(value_and_gradients(compiled, layer, x), value_and_gradients(reference, reference, x), 1e-4)
 
@@ -124,6 +125,21 @@ class TestCompile:
         x = torch.randn(3, 4, dtype=torch.float64)
         compiled = torch.compile(layer, backend="aot_eager")
         assert_close(value_and_gradients(compiled, layer, x), value_and_gradients(layer, layer, x))
+
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_a_gradient_checkpoint_inside(self, whole):
+        layer, x = taught("dense"), make_input("dense", samples=5)
+        reference = copy.deepcopy(layer)
+        compiled = torch.compile(
+            lambda x: checkpoint(layer, x, use_reentrant=False), fullgraph=whole, backend="aot_eager"
+        )
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=whole):
+            assert_close(value_and_gradients(compiled, layer, x), value_and_gradients(reference, reference, x))
+
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+    def test_around_a_transform_the_graph_breaks_and_is_right(self):
+        layer, x = taught("dense"), make_input("dense", samples=5)
+        assert_close(torch.compile(torch.func.vmap(layer), backend="aot_eager")(x), layer(x))
 
     def test_what_a_layer_records_in_a_compiled_graph(self):
         """Its forward solve, and nothing of backward, where nobody but the operators is there to hear of it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 from pcdeq import injection as injections
@@ -144,7 +145,7 @@ class PcDEQ(SolvingLayer):
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is not Tensor:
             require_tensor(x, "the input")
-        if torch.compiler.is_compiling() and not self._is_known():
+        if torch.compiler.is_compiling() and (not self._is_known() or maybe_current_level() is not None):
             if torch.compiler.is_exporting():
                 raise UsageError("torch.export takes no part of your own, Certified or unrolled: use pcdeq.unroll")
             # The solve decides by its residuals when to stop: outside the graph, as one opaque call.

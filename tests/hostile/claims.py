@@ -117,19 +117,26 @@ def solves(score: Score, rng: Rng, case: Case, truth: tuple, name: str) -> None:
     known = np.isfinite(truth[1]).all(1) & plain.converged.numpy()
     far = _norm(z - middle) > 100 * tol * _norm(middle)
     near = known & (_norm(case.flat(plain.value) - middle) <= 10 * tol * _norm(middle))
-    if (converged & far & near).any():  # a small residual is no small error: plain torch may have been lucky
-        near &= _is_no_luck(case, solver, middle, tol)
-    score.add("converged: as plain torch", converged & known, far & near, f"{name} {solver}")
+    wrong = converged & far & near
+    if wrong.any() and _is_luck(case, solver, middle, tol):
+        wrong = np.zeros_like(wrong)
+    score.add("converged: as plain torch", converged & known, wrong, f"{name} {solver}")
 
 
-def _is_no_luck(case: Case, solver: pcdeq.solvers.Solver, middle: np.ndarray, tol: float) -> np.ndarray:
-    """Whether plain torch stops near z* for inputs that differ by a few roundings, too."""
-    near = np.ones(case.samples, bool)
-    for side in (-8, -3, 3, 8):
+def _is_luck(case: Case, solver: pcdeq.solvers.Solver, middle: np.ndarray, tol: float) -> bool:
+    """Whether plain torch, too, now and then stops far from this layer's equilibria, for inputs moved by a millionth.
+
+    A small residual is no small error: there no answer without a proof is worth more than another.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for size in (0, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6):
+        moved = 1 + size * torch.randn(case.x.shape, generator=generator)
         with without_kernels():
-            moved = case.layer.solve(case.x * (1 + side * torch.finfo(case.x.dtype).eps), solver=solver)
-        near &= _norm(case.flat(moved.value) - middle) <= 10 * tol * _norm(middle)
-    return near
+            plain = case.layer.solve((case.x * moved).to(case.x.dtype), solver=solver)
+        far = _norm(case.flat(plain.value) - middle) > 100 * tol * _norm(middle)
+        if (far & plain.converged.numpy()).any():
+            return True
+    return False
 
 
 def _norm(values: np.ndarray) -> np.ndarray:

@@ -110,7 +110,7 @@ def _run_entry(run: Run) -> dict[str, Any]:
         "data": run.config.data,
         "recipe": run.config.recipe,
         "epochs": f"{len(run.metrics)}/{run.config.epochs}",
-        "accuracy %": run.accuracy,
+        "accuracy %": None if run.accuracy is None else round(run.accuracy, 2),
         "started": run.description.get("started", ""),
     }
 

@@ -162,11 +162,9 @@ class _Pictures:
         hint = ""
         if self.sizes_differ and self.first is not None:
             height, width = self.first[1]
-            hint = (
-                f"; {self.first[0]} is {width} x {height}, and all must have one size: --size 32 or 32x24 gives it them"
-            )
-        told = "; ".join(self.bad[:MOST_TOLD])
-        raise DataError(f"{len(self.bad):,} of {self.count:,} pictures cannot be used: {told}{more}{hint}")
+            hint = f" (--size 32 or 32x24 gives all one size; {self.first[0]} is {width} x {height})"
+        told = "; ".join(sorted(self.bad, key=lambda reason: reason.endswith(" pixels"))[:MOST_TOLD])
+        raise DataError(f"{len(self.bad):,} of {self.count:,} pictures cannot be used{hint}: {told}{more}")
 
 
 def open_picture(path: Path) -> Image:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pcdeq.kernels import binding
+
 
 @pytest.fixture
 def threads():
@@ -12,3 +14,11 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def kernel_threads(threads):
+    """The same, for kernels that have threads."""
+    if binding._KERNELS.MOST_THREADS == 1:
+        pytest.skip("built without OpenMP")
+    return threads

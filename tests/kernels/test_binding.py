@@ -148,13 +148,13 @@ class TestSolve:
 
     @pytest.mark.parametrize("shape", [(80,), (16, 14, 14)], ids=str)
     @pytest.mark.parametrize("activation", ["tanh", "linear"])
-    def test_threads_give_identical_bits(self, shape, activation, threads):
+    def test_threads_give_identical_bits(self, shape, activation, kernel_threads):
         form = make_form(shape, 67, activation)
         assert form.weight.numel() * form.offset.numel() // shape[0] >= binding.PARALLEL_PRODUCT
-        threads(1)
+        kernel_threads(1)
         one = solve(form)
         for count in (2, 3, 7):
-            threads(count)
+            kernel_threads(count)
             found = solve(form)
             assert all(torch.equal(a, b) for a, b in zip(one[:4], found[:4], strict=True))
             assert found.summary == one.summary

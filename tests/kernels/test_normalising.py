@@ -47,11 +47,11 @@ class TestBatchNorm:
         assert torch.allclose(y.double(), true, rtol=1e-5, atol=1e-5)
         assert all(map(torch.equal, tensors, before))
 
-    def test_threads_give_identical_bits(self, threads):
+    def test_threads_give_identical_bits(self, kernel_threads):
         tensors, found = make_images((70, 16, 14, 14)), []
         assert tensors[0].numel() >= binding.PARALLEL_PASS
         for count in (1, 2, 3, 7):
-            threads(count)
+            kernel_threads(count)
             inputs = [t.clone() for t in tensors]
             for t in inputs[:3]:
                 t.requires_grad_()

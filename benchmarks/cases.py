@@ -1,21 +1,26 @@
 """What is measured: the paper's networks on trained weights.
 
-An untrained layer converges too easily to mean anything. `benchmarks/weights/` holds a short training of
-each network; prepare.py makes them, and the images. Here only public names of pcdeq are used, so that older
+An untrained layer converges too easily to mean anything. The weights are those of the package, fully trained, where it
+has them; of the other networks `benchmarks/weights/` holds a short training, which prepare.py makes, and the images.
+`Case.trained` says how long each was trained. Here only public names of pcdeq are used, so that older
 revisions can be measured by today's benchmark (against.py).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pcdeq
 
 WEIGHTS = Path(__file__).parent / "weights"
+PACKAGE = Path(__file__).parents[1] / "src" / "pcdeq" / "weights"
 ACTIVATIONS = ("tanh", "relu6", "softsign", "sigmoid")
 BATCH = 64
 Batch = tuple[Tensor, Tensor]
@@ -37,6 +42,12 @@ class Case:
     topology: str
     data: str
     activation: str
+    dtype: str = "float32"
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """What it is reported under: the network, and the images with what they are computed in."""
+        return self.topology, self.data if self.dtype == "float32" else f"{self.data} {self.dtype}"
 
     @property
     def row(self) -> str:
@@ -45,19 +56,30 @@ class Case:
 
     @property
     def weights(self) -> Path:
-        return WEIGHTS / f"{self.row}-{self.data}.safetensors"
+        name = f"{self.row}-{self.data}.safetensors"
+        return PACKAGE / name if (PACKAGE / name).exists() else WEIGHTS / name
+
+    @property
+    def trained(self) -> str:
+        """How long: in epochs, if it is a network of the package, else in steps."""
+        if self.weights.parent == WEIGHTS:
+            return f"{STEPS[self.topology, self.data]} steps"
+        with safe_open(self.weights, "pt") as file:
+            return f"{json.loads(file.metadata()['pcdeq'])['config']['epochs']} epochs"
 
     def model(self) -> nn.Sequential:
         """The network with its trained weights."""
         model = pcdeq.build(self.row, self.data)
         model.load_state_dict(load_file(self.weights))
-        return model
+        return model.to(getattr(torch, self.dtype))
 
 
-def cases(topologies: tuple[str, ...], data: tuple[str, ...], activations: tuple[str, ...]) -> list[Case]:
+def cases(
+    topologies: tuple[str, ...], data: tuple[str, ...], activations: tuple[str, ...], dtype: str = "float32"
+) -> list[Case]:
     """The cases of the benchmark that were asked for."""
     return [
-        Case(topology, shape, activation)
+        Case(topology, shape, activation, dtype)
         for topology, shape in STEPS
         if topology in topologies and shape in data
         for activation in activations

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import inf
+from unittest.mock import patch
 
 import torch
 from cases import Batch, Case
@@ -17,12 +19,14 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import pcdeq
+from pcdeq.kernels import binding
 
 TOL = 1e-4
 TOLERANCES = (1e-4, 7e-5, 5e-5, 3e-5, 2e-5, 1e-5, 5e-6, 2e-6, 1e-6)  # that pcdeq may choose from
 ERROR_IMAGES = {"l": 64, "mc": 64, "sc": 16}  # that the errors are taken on: float64 is slow
 TURN = 0.02  # seconds that a method goes on before the next one has its turn
-METHODS = ("pcdeq", *PEERS)
+OURS = ("pcdeq", "without-c")  # with C kernels where there are some, and as on machines without
+METHODS = (*OURS, *PEERS)
 
 
 @dataclass(frozen=True)
@@ -58,25 +62,29 @@ class Contestant:
 
     def __init__(self, method: str, case: Case, batches: list[Batch]) -> None:
         self.method = method
-        self.is_ours = method in ("pcdeq", "explicit")
-        model = case.model()
-        # The authors' code leaves images as they come; the others get the faster format.
-        layout = torch.contiguous_format if method == "hook" else torch.channels_last
-        self.batches = [(images.contiguous(memory_format=layout), labels) for images, labels in batches]
+        self.is_ours = method in OURS
+        self.kernels = without_kernels if method == "without-c" else nullcontext
+        model, layout = case.model(), torch.channels_last  # the faster one, for all
+        dtype = next(model.parameters()).dtype
+        self.batches = [(images.to(dtype).contiguous(memory_format=layout), labels) for images, labels in batches]
         self.turns = itertools.cycle(self.batches)
-        self.model = model if method == "pcdeq" else with_peer(model, method, TOL, layout)
+        self.model = model if self.is_ours else with_peer(model, method, TOL, layout)
         # The same optimiser for all. A rate of nearly 0: the weights stay those that were trained, the work is that of
         # a step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0, fused=True)
 
     def train(self) -> None:
         """One training step."""
+        with self.kernels():
+            self._train()
+
+    def _train(self) -> None:
         images, labels = next(self.turns)
         loss = F.cross_entropy(self.model(images), labels)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.method == "pcdeq":
+        if self.is_ours:
             pcdeq.project_(self.model)
         else:
             for layer in peers_of(self.model):
@@ -85,12 +93,13 @@ class Contestant:
     def deploy(self) -> None:
         """Make ready for inference: peers switch to evaluation, ours are frozen, as the documentation advises."""
         self.model.eval()
-        self.deployed = pcdeq.freeze(self.model) if self.is_ours else self.model
+        self.deployed = pcdeq.freeze(self.model) if self.is_ours or self.method == "explicit" else self.model
 
     @torch.inference_mode()
     def infer(self) -> None:
         """One forward pass."""
-        self.deployed(next(self.turns)[0])
+        with self.kernels():
+            self.deployed(next(self.turns)[0])
 
     def tighten(self, referee: Referee, limits: tuple[float, float]) -> tuple[float, float]:
         """Choose the tolerances of pcdeq, at most the peers', so that its errors are no worse; returns the errors.
@@ -120,6 +129,13 @@ class Contestant:
                 setattr(layer, name, replace(getattr(layer, name), tol=tol))
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """As on a machine without a compiler."""
+    with patch.object(binding, "_KERNELS", None):
+        yield
+
+
 def peers_of(model: nn.Module) -> list[Peer]:
     return [module for module in model.modules() if isinstance(module, Peer)]
 
@@ -133,9 +149,9 @@ def measure(case: Case, batches: list[Batch], methods: tuple[str, ...], seconds:
     """Measure all methods on a case, giving each about so many seconds for training and as many for inference."""
     contestants = {method: Contestant(method, case, batches) for method in methods}
     referee = Referee(case, batches[0][0])
-    errors = {m: referee.errors(c) for m, c in contestants.items() if m not in ("pcdeq", "explicit")}
-    if "pcdeq" in contestants:
-        errors["pcdeq"] = contestants["pcdeq"].tighten(referee, errors.get("hook", (inf, inf)))
+    errors = {m: referee.errors(c) for m, c in contestants.items() if m not in (*OURS, "explicit")}
+    for method in contestants.keys() & OURS:
+        errors[method] = contestants[method].tighten(referee, errors.get("hook", (inf, inf)))
     training = interleave({m: c.train for m, c in contestants.items()}, seconds)
     products = {m: count_products(c) for m, c in contestants.items()}
     memory = {m: peak_memory(c.train) for m, c in contestants.items()}
@@ -180,13 +196,14 @@ def count_products(contestant: Contestant) -> tuple[float, float]:
 
     The peers' are whole batches, ours single samples. Ours begin at a step that needs no product with W.
     """
-    if contestant.method != "pcdeq":
+    if not contestant.is_ours:
         layers = peers_of(contestant.model)
         for layer in layers:
             layer.products = layer.pulls = 0
         contestant.train()
         return statistics.fmean(p.products for p in layers), statistics.fmean(p.pulls for p in layers)
-    steps = [_steps(layer, *seen) for layer, seen in _passes(contestant)]
+    with contestant.kernels():
+        steps = [_steps(layer, *seen) for layer, seen in _passes(contestant)]
     return statistics.fmean(forward for forward, _ in steps) - 1, statistics.fmean(backward for _, backward in steps)
 
 
@@ -244,7 +261,7 @@ class Referee:
             layer.register_forward_hook(lambda _, args, __: self.inputs.append(args[0].detach())) for layer in layers
         ]
         with torch.no_grad():
-            model(images[: ERROR_IMAGES[case.topology]])
+            model(images[: ERROR_IMAGES[case.topology]].to(next(model.parameters()).dtype))
         for handle in listen:
             handle.remove()
         exact = pcdeq.Anderson(tol=1e-10, max_steps=2000)
@@ -259,7 +276,9 @@ class Referee:
         for layer, x, truth in zip(layers_of(contestant.model), self.inputs, self.truth, strict=True):
             was_training = layer.training
             layer.train(isinstance(layer, Peer))  # torchdeq has no gradients otherwise; ours learns nothing here
-            for index, (found, true) in enumerate(zip(_value_and_gradient(layer, x), truth, strict=True)):
+            with contestant.kernels():
+                both = _value_and_gradient(layer, x)
+            for index, (found, true) in enumerate(zip(both, truth, strict=True)):
                 worst[index] = max(worst[index], float((found.double() - true).norm() / true.norm()))
             layer.train(was_training)
         return worst[0], worst[1]

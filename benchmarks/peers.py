@@ -29,7 +29,7 @@ class Peer(nn.Module):
         v, g = layer.operator.weight_v, layer.operator.weight_g
         dense = v.ndim == 2
         linear = nn.Linear(*v.shape, bias=False) if dense else nn.Conv2d(*v.shape[:2], 3, padding=1, bias=False)
-        self.linear = weight_norm(linear)  # torch's: the weight is normalised whenever it is used
+        self.linear = weight_norm(linear.to(v.dtype))  # torch's: the weight is normalised whenever it is used
         with torch.no_grad():
             self.norm.original0.copy_(g)
             self.norm.original1.copy_(v)
@@ -167,7 +167,7 @@ def _plain(layer: nn.Module) -> nn.Module | None:
     if isinstance(layer, nn.MaxPool2d) and type(layer) is not nn.MaxPool2d:
         return nn.MaxPool2d(layer.kernel_size, layer.stride, layer.padding)
     if isinstance(layer, nn.BatchNorm2d) and type(layer) is not nn.BatchNorm2d:
-        plain = nn.BatchNorm2d(layer.num_features)
+        plain = nn.BatchNorm2d(layer.num_features, dtype=layer.weight.dtype)
         plain.load_state_dict(layer.state_dict())
         return plain
     return None

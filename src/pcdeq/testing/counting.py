@@ -20,7 +20,7 @@ from pcdeq.solvers import numbers
 VIEWS = frozenset(
     ["detach", "alias", "view", "_unsafe_view", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "select"]
 ).union(["slice", "unbind", "split", "as_strided", "lift_fresh", "empty", "empty_like", "new_empty"])
-PRODUCTS = frozenset(("mm", "addmm", "bmm", "convolution"))
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "convolution", "convolution_backward"))
 WAITS = frozenset(("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"))
 
 

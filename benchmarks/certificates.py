@@ -38,7 +38,7 @@ CASES = [
 HEADER = """# What is proved about trained networks
 
 Made by `python benchmarks/certificates.py --robust RUN`, {threads} threads, float32 unless noted, tolerance 1e-4.
-Weights: `benchmarks/weights` (the package's where it has them; else a short training: benchmarks/cases.py says how long).
+Weights: those of the package where it has them, else a short training (benchmarks/cases.py says how long).
 
 - *width / error*: half the width of `layer.enclose`, at its widest component, over the true error of the solve there,
   at its largest component; the median over 64 images (16 of SC), at the worst layer. For a float32 layer the bounds are

@@ -54,8 +54,7 @@ class Browser:
         self._buffer, self._number, self._session = b"", 0, None
         self.requests: list[str] = []
         self.complaints: list[str] = []
-        targets = self.call("Target.getTargets")["targetInfos"]
-        target = next(one["targetId"] for one in targets if one["type"] == "page")
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")

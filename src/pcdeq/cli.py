@@ -31,7 +31,7 @@ EXAMPLES = """
   pcdeq train --resume runs/demo-mnist-mini-seed0
   pcdeq predict runs/demo-mnist-mini-seed0 seven.png
   pcdeq certify runs/demo-mnist-mini-seed0        prove what the exact network says
-  pcdeq play runs/demo-mnist-mini-seed0           a page to draw on, and to watch the network settle
+  pcdeq play                                      a page to draw on, and to watch a network settle
   torchrun --nproc-per-node=2 -m pcdeq train pcdeq-1-mc-relu6 --data cifar10   on several GPUs or processes
 """
 

@@ -17,7 +17,7 @@ class Play:
     """Write a page to play with: draw a digit, and watch the network settle from below and from above.
 
     One HTML file that opens from disk in any browser, and needs nothing else. It takes networks of dense layers, one of
-    them an equilibrium (the L rows, the demo); several of them, each with another activation, share a page.
+    them an equilibrium (the L rows); several of them, each with another activation, share a page.
     """
 
     networks: Annotated[tuple[str, ...], Positional, arg(metavar="[RUN ...]", help_behavior_hint="")] = ()

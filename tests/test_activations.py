@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -246,3 +247,21 @@ def test_what_is_known_of_an_activation_does_not_depend_on_the_default_device():
         own = pcdeq.Activation("own", lambda y: 1 - torch.exp2(-y), supremum=1.0)
         assert (own.kind, own.loses_digits_at is None) == (1, False)
         assert 0 < own.rate(0.5) < 1
+
+
+def test_the_rate_of_relu6_is_never_below_its_factor():
+    """1 - floor / 6, in exact fractions."""
+    relu6 = as_activation("relu6")
+    for k in range(1, 600):
+        floor = k / 100 if k % 2 else 6 - 10 ** (-k / 100)
+        rate = relu6.rate(floor)
+        assert Fraction(rate) >= 1 - Fraction(floor) / 6
+        assert Fraction(rate) <= (1 - Fraction(floor) / 6) * (1 + Fraction(1, 10**12))
+
+
+@pytest.mark.parametrize("floor", [1e9, 5.6e10, 1e13, 1e30, 1e100])
+def test_the_rate_of_log1p_above_large_floors(floor):
+    y = floor * np.logspace(-3, 6, 200001)
+    elasticity = y / ((1 + floor + y) * np.log1p(floor + y))
+    assert as_activation("log1p").rate(floor) >= elasticity.max() * (1 - 1e-15)
+    assert as_activation("log1p").rate(floor) == pytest.approx(elasticity.max(), rel=1e-6)

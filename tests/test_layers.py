@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+import threading
 import warnings
 
 import numpy as np
@@ -678,3 +680,27 @@ def test_reference_of_these_tests_solves_its_equation():
         z = reference_solution("conv1d", activation, layer, x)
         residual = layer.equation(x)(torch.from_numpy(z)).detach().numpy() - z
         assert np.abs(residual).max() < 1e-13 * z.max()
+
+
+def test_threads_that_train_one_layer_with_images_of_different_sizes():
+    """The warm start keeps one buffer, which each of them sizes anew."""
+    layer, failures = pcdeq.PcDEQConv2d(2), []
+
+    def train(size):
+        try:
+            for _ in range(60):
+                layer(torch.randn(3, 2, size, size)).sum().backward()
+        except RuntimeError as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=train, args=(size,)) for size in range(4, 12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures

@@ -10,7 +10,7 @@ from torch import nn
 import pcdeq
 from pcdeq.errors import UsageError
 from pcdeq.models import Preprocessing, load_reference
-from pcdeq.proofs.order import full_precision
+from pcdeq.proofs.precision import full_precision
 
 GREY = Preprocessing(mean=(0.5,), std=(0.25,), classes=("0", "1"))
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from pcdeq.errors import UsageError
 
 TensorMap = Callable[[Tensor], Tensor]
+# What a rate found on a grid may be below the true one, of its size: the grid's last step squared, and rounding.
+ROUNDED_UP = 1e-13
 ROUNDINGS = 16  # of its result, by which an evaluation of s may be off where something is proved
 
 
@@ -162,17 +164,19 @@ def _loses_digits_at(function: TensorMap) -> float | None:
 
 
 def _largest_elasticity(activation: Activation, floor: float) -> float:
-    """Maximise (y - floor) s'(y) / s(y) over y > floor on a grid that is refined twice."""
-    below_kinks = [(kink - floor) * (1 - 1e-15) for kink in activation.kinks if kink > floor]
-    distance = torch.cat([_logspace(-12, 12, 24001), torch.tensor(below_kinks, dtype=torch.float64, device="cpu")])
-    best, centre = 0.0, 1.0
+    """Maximise (y - floor) s'(y) / s(y) over y > floor on a grid that is refined twice; rounded up."""
+    # The elasticity of log1p is largest beyond its floor times the floor's logarithm.
+    distance, best, centre = _logspace(-12, 12, 24001) * max(1.0, floor), 0.0, 1.0
     for factor in (1.01, 1.0001, 1.0):
         y = floor + distance
         found, index = torch.nan_to_num(distance * activation.derivative(y) / activation.value(y)).max(0)
         if float(found) > best:
             best, centre = float(found), float(distance[index])
         distance = _logspace(math.log10(centre / factor), math.log10(centre * factor), 4001)
-    return min(best, 1.0)
+    for kink in activation.kinks:
+        below = torch.tensor(math.nextafter(kink, 0.0), dtype=torch.float64, device="cpu")
+        best = max(best, (kink - floor) * float(activation.derivative(below) / activation.value(below)))
+    return min(best * (1 + ROUNDED_UP), 1.0)
 
 
 def _logspace(low: float, high: float, points: int) -> Tensor:
@@ -228,7 +232,7 @@ def _bent(name: str, line: TensorMap, *, kink: float, supremum: float, slope: fl
 # (value, slope, slope as a function of the value, supremum, kinks); the first four are the paper's.
 ACTIVATIONS: dict[str, Activation] = {}
 for _activation in (
-    Activation("tanh", torch.tanh, lambda y: torch.cosh(y.clamp(max=350.0)) ** -2, lambda z: 1 - z * z, 1.0),
+    Activation("tanh", torch.tanh, lambda y: (2 / (torch.exp(y) + torch.exp(-y))) ** 2, lambda z: 1 - z * z, 1.0),
     Activation("softsign", lambda y: y / (1 + y), lambda y: (1 + y) ** -2, lambda z: (1 - z) ** 2, 1.0),
     _bent("relu6", lambda y: y, kink=6.0, supremum=6.0),
     Activation("sigmoid", torch.sigmoid, lambda y: torch.sigmoid(y) * torch.sigmoid(-y), lambda z: z * (1 - z), 1.0),

@@ -20,11 +20,12 @@ from pcdeq.operations import AnySolver, autocasts, no_autocast, require_tensor, 
 from pcdeq.operators import Conv, Dense, Device, LinearMap, Operator
 from pcdeq.parametrisation import is_transformed
 from pcdeq.proofs.certified import Certified, Question, solve_until
-from pcdeq.proofs.gradient import GradientEnclosure, enclose_gradient
+from pcdeq.proofs.gradient import GradientEnclosure, enclose_gradient, through_slope
 from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, refine
+from pcdeq.proofs.precision import full_precision
 from pcdeq.proofs.rates import Rate, a_priori_rate
 from pcdeq.proofs.trusted import require_known_layer
-from pcdeq.solvers import Anderson, Newton, Solution, SolveStats, SolvingLayer, per_sample, report
+from pcdeq.solvers import Anderson, Newton, Solution, SolveStats, SolvingLayer, report
 from pcdeq.solvers.solver import require_solver
 from pcdeq.solvers.start import WarmStart
 
@@ -228,7 +229,7 @@ class PcDEQ(SolvingLayer):
         """
         if width is not None and not width > 0:
             raise UsageError(f"width must be above 0, got {width}")
-        with no_autocast(x.device.type):
+        with full_precision():
             equation = self.equation(x)
             solution = solve_equation(equation, self.solver if solver is None else solver, self._guess(equation))
             box = enclose_tightly(self._equation_in_float64, equation, solution.value)
@@ -253,19 +254,14 @@ class PcDEQ(SolvingLayer):
         require_known_layer(self, PcDEQ)
         if grad.shape != x.shape:
             raise UsageError(f"grad must have the input's shape {tuple(x.shape)}, got {tuple(grad.shape)}")
-        with no_autocast(x.device.type):
+        with full_precision():
             equation = self._equation_in_float64(self.equation(x))
             solver = Anderson(tol=tol / 10, max_steps=2000)
             box = enclose_near(equation, solve_equation(equation, solver, self._guess(equation)).value)
             bounds = enclose_gradient(equation, box, grad.double().reshape(equation.x.shape), tol)
-        # The injection's slope is a number >= 0, known up to rounding.
-        raw = self._as_samples(x).double()
-        slope = injections.slope(raw, self.activation.kind)
-        slack = 1e-13 * slope * torch.maximum(bounds.lower.abs(), bounds.upper.abs())
-        proved = per_sample(bounds.certified, raw)
-        lower = torch.where(proved, bounds.lower * slope - slack, -torch.inf).reshape(x.shape)
-        upper = torch.where(proved, bounds.upper * slope + slack, torch.inf).reshape(x.shape)
-        return GradientEnclosure(lower, upper, bounds.certified, bounds.kinks.reshape(x.shape))
+            bounds = through_slope(bounds, injections.slope(self._as_samples(x).double(), self.activation.kind))
+        lower, upper, kinks = (item.reshape(x.shape) for item in (bounds.lower, bounds.upper, bounds.kinks))
+        return GradientEnclosure(lower, upper, bounds.certified, kinks)
 
     def _equation_in_float64(self, equation: Equation) -> Equation:
         """The same numbers, as float64."""

@@ -204,3 +204,28 @@ def test_a_class_is_settled_by_a_rough_solve():
     assert solution.steps.double().mean() < whole.steps.double().mean()
     with pytest.raises(UsageError, match="end in a Linear"):
         certify_module.class_decided(model[:4])
+
+
+@pytest.mark.parametrize("radius", [0.0, 1e-12])
+def test_the_rounding_of_a_float64_image_is_in_the_box(radius):
+    # The score is 2^24 (x - y) - 1/4. In float32 both inputs are 1, and the other class wins.
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2)).eval()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[2.0**24, -(2.0**24)], [0.0, 0.0]]))
+        model[1].bias.copy_(torch.tensor([-0.25, 0.0]))
+    images = torch.tensor([[1 + 4e-8, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    certificate = certify_module.certify(model, images, radius=radius)
+    assert not certificate.proved[0] or certificate.classes[0] == 0
+    if not radius:  # one radius, one attempt
+        assert certificate.classes.tolist() == [0, 1] and certificate.proved.all()
+
+
+def test_a_box_in_another_dtype_holds_the_same_numbers():
+    numbers = torch.tensor([[0.1, 1.0, -1e-50, 1e300, -1e300, torch.inf]], dtype=torch.float64)
+    box = Box.of(numbers).to(torch.float32)
+    assert box.lower.dtype == box.upper.dtype == torch.float32
+    assert ((box.lower.double() <= numbers) & (numbers <= box.upper.double())).all()
+    assert box.lower[0, 1] == box.upper[0, 1] == 1.0  # which float32 has
+    assert box.lower[0, 0] < box.upper[0, 0]
+    same = Box.of(numbers.float())
+    assert same.to(torch.float64).lower.equal(same.lower.double())

@@ -103,7 +103,60 @@ def test_an_operator_of_the_users_without_inputs():
     with torch.no_grad():
         layer.operator.weight.fill_(2.0)
     report = pcdeq.check(layer)
-    assert report.holds
+    assert not report.holds
+    assert "nothing is known about the operator Scale before it is tried" in report.layers[0].reason
     assert report.layers[0].norm != report.layers[0].norm  # NaN: nothing is known of its inputs
-    assert pcdeq.check(layer, torch.randn(4, 3, 5)).layers[0].norm == pytest.approx(2.0)
-    assert str(report) == "model: holds: " + report.layers[0].reason
+    assert str(report) == "model: FAILS: " + report.layers[0].reason
+    tried = pcdeq.check(layer, torch.randn(4, 3, 5))
+    assert tried.holds and tried.layers[0].norm == pytest.approx(2.0)
+    assert tried.layers[0].reason.endswith("W >= 0, as the images of all 15 unit vectors show")
+
+
+class SubtractingMap(pcdeq.LinearMap):
+    """A matrix of positive numbers, but for one entry."""
+
+    def apply(self, z):
+        return z @ self.weight.T - 0.5 * torch.nn.functional.pad(z[..., 3:4], (0, z.shape[-1] - 1))
+
+
+class Subtracting(pcdeq.Operator):
+    def __init__(self, features):
+        super().__init__((features, features), state_ndim=1)
+
+    def bind(self, weight):
+        return SubtractingMap(weight)
+
+
+@pytest.mark.filterwarnings("ignore::pcdeq.errors.ConvergenceWarning")
+def test_one_negative_entry_of_an_operator_is_found_and_nothing_is_proved_with_it():
+    layer, x = pcdeq.PcDEQ(Subtracting(40)), torch.randn(2, 40)
+    assert not pcdeq.check(layer).holds
+    report = pcdeq.check(layer, x)
+    assert not report.holds and "to negative ones, down to -0." in report.layers[0].reason
+    model = nn.Sequential(layer, nn.Linear(40, 2)).eval()
+    for prove in (
+        lambda: layer.enclose(x),
+        lambda: layer.enclose(x, width=1e-6),
+        lambda: layer.enclose_gradient(x, torch.ones_like(x)),
+        lambda: layer.solve(x, solver=pcdeq.Certified()),
+        lambda: pcdeq.certify(model, x),
+    ):
+        with pytest.raises(UsageError, match=r"negative ones, .* nothing can be proved with it"):
+            prove()
+
+
+def test_what_was_only_sampled_is_said():
+    class Copies(pcdeq.LinearMap):
+        def apply(self, z):
+            return 0.5 * z
+
+    class Copy(pcdeq.Operator):
+        def __init__(self):
+            super().__init__((1, 1), state_ndim=1)
+
+        def bind(self, weight):
+            return Copies(weight)
+
+    (report,) = pcdeq.check(pcdeq.PcDEQ(Copy()), torch.randn(2, 4096)).layers
+    assert report.holds
+    assert report.reason.endswith("that W >= 0 was only sampled, on 256 of 4096 unit vectors and 4 random ones")

@@ -1,5 +1,7 @@
 """Bounds on gradients contain the exact ones, which numpy finds from the matrix (T5)."""
 
+from decimal import Decimal, localcontext
+
 import numpy as np
 import pytest
 import torch
@@ -169,3 +171,75 @@ def test_an_empty_batch():
     assert layer.enclose(x, width=1e-9).certified.shape == (0,)
     decided = layer.solve(x, until=lambda box: box.certified)
     assert decided.converged.shape == (0,)
+
+
+def diagonal(activation, weight=0.0):
+    """One unit; with the weight 0 its gradient is the slope of the activation, times that of the injection."""
+    layer = pcdeq.PcDEQLinear(1, activation, weight_norm=False, warm_start=False).double()
+    with torch.no_grad():
+        layer.operator.weight.fill_(weight)
+    return layer
+
+
+SLOPES = {
+    "tanh": lambda y: (2 / (y.exp() + (-y).exp())) ** 2,
+    "sigmoid": lambda y: (-y).exp() / (1 + (-y).exp()) ** 2,
+    "1-exp": lambda y: (-y).exp(),
+}
+
+
+@pytest.mark.parametrize("activation", SLOPES)
+@pytest.mark.parametrize("x", [30.0, 349.0, 352.0, 365.0, 500.0, 744.0, 800.0])
+def test_slopes_near_the_end_of_the_floating_point_range(activation, x):
+    """Exact to 50 digits: 4 exp(-704) is no 0 yet, 4 exp(-730) a denormal number, 4 exp(-1000) none at all."""
+    bounds = diagonal(activation).enclose_gradient(torch.tensor([[x]]).double(), torch.ones(1, 1).double())
+    with localcontext(prec=50):
+        exact = SLOPES[activation](Decimal(x))  # the injection is the identity here, but for exp(-150) of it
+        assert bounds.certified.all()
+        assert Decimal(float(bounds.lower)) <= exact <= Decimal(float(bounds.upper))
+    assert float(bounds.width) < 1e-5 * float(exact) + 1e-300
+
+
+def test_gradients_below_the_floating_point_range_of_the_injection():
+    bounds = diagonal("sigmoid").enclose_gradient(torch.tensor([[-1.0]]).double(), torch.ones(1, 1).double())
+    assert bounds.lower <= 0 <= bounds.upper  # ReLU
+    layer, x = diagonal("tanh"), -148.0  # exp(-740)
+    bounds = layer.enclose_gradient(torch.tensor([[x]]).double(), torch.ones(1, 1).double())
+    with localcontext(prec=50):
+        through = 1 / (1 + (5 * Decimal(-x)).exp())
+        assert Decimal(float(bounds.lower)) <= through <= Decimal(float(bounds.upper))
+
+
+@pytest.mark.parametrize("exponent", [-1060, -1000, -300, 300, 1000])
+def test_bounds_scale_with_the_gradient(exponent):
+    layer, x = make_layer("dense", "tanh"), make_input("dense")
+    grad = torch.ones_like(x)
+    plain, scaled = (layer.enclose_gradient(x, g) for g in (grad, grad * 2.0**exponent))
+    assert scaled.certified.all()
+    assert (scaled.lower <= plain.upper * 2.0**exponent).all() and (scaled.upper >= plain.lower * 2.0**exponent).all()
+    if exponent > -1000:
+        torch.testing.assert_close(scaled.lower / 2.0**exponent, plain.lower, rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("strange", [torch.inf, -torch.inf, torch.nan])
+def test_an_enclosure_of_a_gradient_that_is_no_number_is_not_certified(strange):
+    layer, x = make_layer("dense", "tanh"), make_input("dense")
+    grad = torch.ones_like(x)
+    alone = layer.enclose_gradient(x[1:], grad[1:])
+    grad[0, 1] = strange
+    bounds = layer.enclose_gradient(x, grad)
+    assert bounds.certified.tolist() == [False, *alone.certified.tolist()]
+    assert (bounds.lower[0] == -torch.inf).all() and (bounds.upper[0] == torch.inf).all()
+    torch.testing.assert_close(bounds.lower[1:], alone.lower)
+
+
+def test_a_lost_sample_takes_no_certificate_from_others():
+    # J has row sums of 4 and a spectral radius of 0.45: it takes more than one term to see that it contracts.
+    layer = pcdeq.PcDEQLinear(2, "relu6", weight_norm=False, warm_start=False).double()
+    with torch.no_grad():
+        layer.operator.weight.copy_(torch.tensor([[0.0, 4.0], [0.05, 0.0]]))
+    x = torch.tensor([[0.1, 0.2], [torch.nan, 0.2]]).double()
+    bounds = layer.enclose_gradient(x, torch.ones_like(x))
+    assert bounds.certified.tolist() == [True, False]
+    adjoint = Adjoint(layer.operator.bind(layer.operator.weight.detach()), torch.ones(2, 2).double(), x)
+    assert adjoint_distance(adjoint, torch.ones(2, 2).double())[0].isfinite().all()

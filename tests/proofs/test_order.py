@@ -454,3 +454,23 @@ class TestCustomActivation:
         box = layer.enclose(torch.tensor([[x]], dtype=dtype), width=1e-12)
         assert bool(box.certified.all())
         assert float(box.lower) <= z * (1 + 1e-15) and z * (1 - 1e-15) <= float(box.upper)
+
+
+def test_a_sample_that_is_not_proved_at_once_is_tried_again():
+    layer = scalar_layer(0.999, "relu6", solver=pcdeq.Certified(pcdeq.Picard(tol=1e-2, max_steps=20000)))
+    solution = layer.solve(torch.tensor([[0.001]], dtype=torch.float64))
+    assert solution.converged.all()
+    assert abs(float(solution.value) - 1.0) < 1e-2
+
+
+@pytest.mark.parametrize("strange", [torch.nan, torch.inf])
+def test_what_is_proved_does_not_depend_on_a_lost_sample(strange):
+    for seed in range(40):
+        layer = make_layer("dense", "tanh", gain=3.0, seed=seed, solver=pcdeq.Certified(pcdeq.Picard(tol=1e-4)))
+        x = make_input("dense", samples=3, seed=seed)
+        alone = layer.solve(x).converged
+        other = torch.cat([x, x[:1]])
+        other[3, 0] = strange
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            assert layer.solve(other).converged[:3].equal(alone)

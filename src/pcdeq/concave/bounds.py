@@ -19,13 +19,13 @@ from pcdeq.proofs.order import (
     ATTEMPTS,
     ROUNDING_SLACK,
     Enclosure,
-    full_precision,
     is_lower,
     is_upper,
     largest,
     rounded_down,
     rounded_up,
 )
+from pcdeq.proofs.precision import full_precision
 from pcdeq.solvers import per_sample
 
 # How far from its point multiples are tried: a factor of 1 + 4^10.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pcdeq.concave.bound import BoundMap
-from pcdeq.proofs.order import full_precision, is_upper, largest
+from pcdeq.proofs.order import is_upper, largest
+from pcdeq.proofs.precision import full_precision
 from pcdeq.solvers import per_sample
 from pcdeq.theory import asymptotic_mapping
 from pcdeq.theory.mappings import rounding

@@ -37,6 +37,7 @@ from pcdeq.export.truncation import (
 from pcdeq.extras import needing
 from pcdeq.files import write_file
 from pcdeq.models import Network
+from pcdeq.proofs.precision import full_precision
 
 Form = Literal["fixed", "loop"]
 Kind = Literal["onnx", "torch-export"]
@@ -76,6 +77,7 @@ class Plan:
         return counts if all(counts) else None
 
 
+@full_precision()
 def plan_export(
     model: Network,
     form: Form = "fixed",

@@ -164,8 +164,8 @@ void step_sample(const rule *r, const sample *a, sample_state *s)
     s->relative = (float)relative;
     s->converged = t.squared_residual == 0 || relative < r->tol;
     s->done = s->converged || relative != relative; /* a NaN stops its sample */
-    if (s->done || first) memcpy(a->last, a->value, r->runs * r->n * sizeof(float)); /* it was never written */
     if (s->done) return;
+    if (first) memcpy(a->last, a->value, r->runs * r->n * sizeof(float)); /* it was never written */
     if (first) s->power = 1.0f;
     const float norm = (float)sqrt(t.squared_residual), power = s->power * r->decay;
     const int kept = plain || norm <= fminf(s->norm, s->largest * power);

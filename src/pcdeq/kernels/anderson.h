@@ -31,7 +31,8 @@ typedef struct { double squared_residual, squared_value, along, change; } sums;
 /* value becomes s(value + offset) or slope * (value + offset). */
 sums evaluate_sample(const rule *r, const sample *a);
 
-/* Given the product at the point, decide whether to keep the point, and make the next one; the value is in `last`. */
+/* Given the product at the point, decide whether to keep the point, and make the next one. Then the value is
+ * in `last`, or, if the sample is done, still in `value`. */
 void step_sample(const rule *r, const sample *a, sample_state *s);
 
 #endif

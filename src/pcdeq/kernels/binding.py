@@ -25,10 +25,10 @@ from torch.utils.dlpack import to_dlpack  # pyright: ignore[reportPrivateImportU
 from pcdeq.errors import UsageError
 
 # What the functions of the compiled module take; module.c has the same number.
-INTERFACE = 3
+INTERFACE = 4
 # A dense weight is multiplied with one sample at a time: good while the weight stays in the cache.
 LARGEST_DENSE = 256
-# Winograd's convolutions round to some 1e-7; below this tolerance torch's plainer ones are better.
+# Below this tolerance the kernel would take plain sums for convolutions, which torch has as well.
 FINEST_CONV = 1e-6
 # Below so many multiplications of a product, or numbers of a pass, a second thread costs more than it saves.
 PARALLEL_PRODUCT, PARALLEL_PASS = 200_000, 32_768
@@ -75,13 +75,17 @@ class Form(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What a solve has found, sample by sample, and in short: how many failed, the most steps, the largest residual."""
+    """What a solve has found, sample by sample, and in short: how many failed, the most steps, the largest residual.
+
+    ``plain`` samples were solved by plain sums, because Winograd's rounding might have hidden a component.
+    """
 
     value: Tensor
     steps: Tensor  # (samples,) int64
     residual: Tensor  # (samples,) float32, relative
     converged: Tensor  # (samples,) bool
     summary: tuple[int, int, float]
+    plain: int
 
 
 def solve(
@@ -142,7 +146,7 @@ def solve(
         max_steps,
         _threads(work, PARALLEL_PRODUCT),
     )
-    return None if summary is None else Solved(value, steps, residual, converged, summary)
+    return None if summary is None else Solved(value, steps, residual, converged, summary[:3], summary[3])
 
 
 def _knows(form: Form, tol: float) -> bool:

@@ -27,6 +27,6 @@ PyMODINIT_FUNC PyInit__kernels(void)
     Py_XDECREF(names);
     if (made && PyModule_AddIntConstant(made, "VECTORISED", VECTORISED) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "MOST_THREADS", THREADED ? MOST_THREADS : 1) < 0) Py_CLEAR(made);
-    if (made && PyModule_AddIntConstant(made, "INTERFACE", 3) < 0) Py_CLEAR(made); /* as in binding.py */
+    if (made && PyModule_AddIntConstant(made, "INTERFACE", 4) < 0) Py_CLEAR(made); /* as in binding.py */
     return made;
 }

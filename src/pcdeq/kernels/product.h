@@ -28,12 +28,22 @@ void fill_keep(const layout *l, float *keep);
 void load(const layout *l, const strides *t, const float *from, float *to, int64_t stride);
 void store(const layout *l, const strides *t, const float *from, float *to);
 
-/* The weight, laid out for `product`; transposed for the adjoint. */
+/* The weight, laid out for `product`; transposed for the adjoint. `noise` is by how much each place of a run of a
+ * convolution may be off, for a sample whose largest number is 1; returned is the same for the norms, 0 for a matrix. */
 int64_t packed_size(const layout *l);
-void pack(const layout *l, int transposed, const float *weight, float *packed);
+float pack(const layout *l, int transposed, const float *weight, float *packed, float *noise);
 
 /* out = W z. z lies with the padding, out without; space is scratch memory. */
 int64_t product_space(const layout *l);
 void product(const layout *l, const float *packed, const float *z, float *out, float *space);
+
+/* The same for convolutions as plain sums, by a weight laid out for that. */
+int64_t plain_size(const layout *l);
+void pack_plain(const layout *l, int transposed, const float *weight, float *packed);
+void plain_product(const layout *l, const float *packed, const float *z, float *out);
+
+/* Of a sample without padding: whether a number is below a factor times the bound of its place; the largest number. */
+int any_below(const layout *l, const float *value, float factor, const float *bound);
+float peak_of(const layout *l, const float *value);
 
 #endif

@@ -2,6 +2,10 @@
  *
  * The steps are those of anderson.c, the products those of product.c. A batch need not wait for its slowest sample,
  * memory beyond the cache is read and written once a solve instead of once a step, and Python is called once.
+ *
+ * Winograd's products round a component against the largest numbers around it. While it is small beside them its growth
+ * can be lost, and then it stays small: so a look at where a solve ended tells, and where a component may have been
+ * hidden, the sample is solved again by plain sums. Trained networks hardly ever have one.
  */
 #include "anderson.h"
 #include "product.h"
@@ -18,9 +22,10 @@ typedef struct {
     rule r;
     int transposed, threads;
     int steps_before, max_steps; /* steps that the start stands for; of these and those taken, the most */
-    int64_t samples;
-    const float *weight, *packed, *offset, *slope, *start, *base;
-    float *out, *residuals;
+    int noisy, plain_packed;     /* whether no sample can do with Winograd's products; whether `plain` is filled */
+    int64_t samples, plain_samples; /* and how many were solved by plain products */
+    const float *weight, *packed, *noise, *offset, *slope, *start, *base;
+    float *plain, *out, *residuals;
     int64_t *steps;
     unsigned char *converged;
 } batch;
@@ -53,23 +58,55 @@ static void make_start(const batch *b, const sample *a)
         memcpy(a->point + run * l->stride, a->value + run * l->n, l->n * sizeof(float));
 }
 
-static void solve_sample(const batch *b, int64_t index, float *scratch)
+/* A component is not hidden by noise that is at most 1 / CLEAR of it: far from what could stop its growth. */
+static const float CLEAR = 64;
+
+/* Whether Winograd's noise may have hidden a component. An adjoint has signs, and no small sums to lose. The end of the
+ * box is above the peak, so that the first look is mostly enough. */
+static int hides(const batch *b, const float *value)
+{
+    if (!b->l.conv || b->r.which == LINEAR) return 0;
+    if (b->r.high < INFINITY && !any_below(&b->l, value, CLEAR * b->r.high, b->noise)) return 0;
+    return any_below(&b->l, value, CLEAR * peak_of(&b->l, value), b->noise);
+}
+
+/* The weight for plain products is laid out when the first sample needs it; few ever do. */
+static void prepare_plain(batch *b)
+{
+#pragma omp critical(pcdeq_plain)
+    {
+        if (!b->plain_packed) pack_plain(&b->l, b->transposed, b->weight, b->plain);
+        b->plain_packed = 1;
+        b->plain_samples++;
+    }
+}
+
+static sample_state iterate(batch *b, int64_t at, int plain, const sample *a, float *space)
+{
+    sample_state s = { 0 };
+    if (plain) prepare_plain(b);
+    if (b->start) load(&b->l, &b->t, b->start + at, a->point, b->l.stride);
+    else make_start(b, a);
+    while (b->steps_before + s.steps < b->max_steps && !s.done) {
+        if (plain) plain_product(&b->l, b->plain, a->point, a->value);
+        else product(&b->l, b->packed, a->point, a->value, space);
+        step_sample(&b->r, a, &s);
+    }
+    return s;
+}
+
+static void solve_sample(batch *b, int64_t index, float *scratch)
 {
     const layout *l = &b->l;
     const int64_t size = l->runs * l->n, at = index * b->t.sample;
     float *point = scratch + l->first, *value = scratch + l->padded, *last = value + size;
     float *residual = last + size, *offset = residual + size, *slope = offset + size, *space = slope + size;
     const sample a = { value, point, last, residual, offset, b->slope ? slope : NULL };
-    sample_state s = { 0 };
     load(l, &b->t, b->offset + at, offset, l->n);
     if (b->slope) load(l, &b->t, b->slope + at, slope, l->n);
-    if (b->start) load(l, &b->t, b->start + at, point, l->stride);
-    else make_start(b, &a);
-    while (b->steps_before + s.steps < b->max_steps && !s.done) {
-        product(l, b->packed, point, value, space);
-        step_sample(&b->r, &a, &s);
-    }
-    store(l, &b->t, last, b->out + at);
+    sample_state s = iterate(b, at, b->noisy, &a, space);
+    if (!b->noisy && hides(b, s.done ? value : last)) s = iterate(b, at, 1, &a, space);
+    store(l, &b->t, s.done ? value : last, b->out + at);
     b->steps[index] = b->steps_before + s.steps;
     b->residuals[index] = s.relative;
     b->converged[index] = s.converged;
@@ -87,15 +124,19 @@ static int solve_batch(batch *b)
     const layout *l = &b->l;
     const int64_t weights = packed_size(l), few = l->conv ? 1 : 4;
     const size_t share = (scratch_size(l) + 31) / 32 * 32; /* threads share no cache line */
-    char *packed_memory = malloc((weights + l->n) * sizeof(float) + LINE);
+    char *packed_memory = malloc((weights + 2 * l->n + plain_size(l)) * sizeof(float) + LINE);
     char *scratch_memory = calloc(b->threads * share * sizeof(float) + LINE, 1);
     const int ok = packed_memory && scratch_memory;
     if (ok) {
         float *packed = at_line(packed_memory), *scratch = at_line(scratch_memory);
-        pack(l, b->transposed, b->weight, packed);
-        fill_keep(l, packed + weights);
+        float *keep = packed + weights, *noise = keep + l->n;
+        /* Where the residual of a converged sample would be noise in a large part, every product is a plain one. */
+        b->noisy = !(4 * pack(l, b->transposed, b->weight, packed, noise) <= b->r.tol);
+        fill_keep(l, keep);
         b->packed = packed;
-        b->r.keep = packed + weights;
+        b->r.keep = keep;
+        b->noise = noise;
+        b->plain = noise + l->n;
 #pragma omp parallel for schedule(dynamic, few) num_threads(b->threads) if (b->threads > 1)
         for (int64_t i = 0; i < b->samples; i++) solve_sample(b, i, scratch + THREAD * share);
     }
@@ -104,7 +145,8 @@ static int solve_batch(batch *b)
     return ok;
 }
 
-/* How many samples did not converge, the steps of the slowest, and the largest relative residual. */
+/* How many samples did not converge, the steps of the slowest, the largest relative residual, and how many samples were
+ * solved by plain products. */
 static PyObject *summary_of(const batch *b)
 {
     long long failed = 0, slowest = 0;
@@ -114,7 +156,7 @@ static PyObject *summary_of(const batch *b)
         slowest = b->steps[i] > slowest ? b->steps[i] : slowest;
         if (largest == largest && !(b->residuals[i] <= largest)) largest = b->residuals[i]; /* a NaN is the largest */
     }
-    return Py_BuildValue("LLd", failed, slowest, largest);
+    return Py_BuildValue("LLdL", failed, slowest, largest, (long long)b->plain_samples);
 }
 
 /* Everything that a solve is given. */

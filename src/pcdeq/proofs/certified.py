@@ -85,27 +85,34 @@ class Certified:
 def solve_to_bound(solver: Solver, problem: Problem, distance: Callable[[Tensor], Tensor]) -> Solution:
     """Solve until ``distance``, a proved bound on the error of a point, is below the solver's tol times its norm.
 
-    Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is
-    tightened by what was missing until the bound is met or the steps are used up.
+    Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is tightened by what
+    was missing until the bound is met or the steps are used up, each sample by itself: what is proved is kept, and
+    neither a sample that is not a number nor one that is out of steps ends the others.
     """
     inner = solver.with_options(throw=False)
+    solution = run(problem, inner)
+    if not len(solution.value):
+        return solution
+    finest = 4 * torch.finfo(solution.value.dtype).eps
+    value, steps, bound = solution.value, solution.steps, _relative(distance(solution.value), solution.value)
     while True:
-        solution = run(problem, inner)
-        if not len(solution.value):
-            return solution
-        error, size = careful_norm_of_each(distance(solution.value)), careful_norm_of_each(solution.value)
-        # A point that is exactly 0, and proved to be right, is right; a NaN proves nothing.
-        bound = torch.where(error == 0, 0.0, error / size).to(solution.value.dtype)
         converged = bound < solver.tol
-        finest = 4 * torch.finfo(bound.dtype).eps
-        used = solution.summary.steps
-        going = ~(converged | bound.isnan())  # what is not a number ends its own sample only
-        if used >= solver.max_steps or inner.tol <= finest or not bool(going.any()):
-            break
+        going = ~(converged | bound.isnan()) & (steps < solver.max_steps)
+        if inner.tol <= finest or not bool(going.any()):
+            return _with_proofs(Solution.of(value, steps, bound, converged), solution.outcome)
         missing = float((bound[going] / solver.tol).clamp(2.0, 100.0).max())
         inner = inner.with_options(tol=max(inner.tol / missing, finest))
-        problem = problem.continued(solution.value, used)
-    return _with_proofs(Solution.of(solution.value, solution.steps, bound, converged), solution.outcome)
+        solution = run(problem.continued(value, int(steps[going].max())), inner)
+        value = torch.where(per_sample(going, value), solution.value, value)
+        steps = torch.where(going, solution.steps, steps)
+        bound = torch.where(going, _relative(distance(value), value), bound)
+
+
+def _relative(error: Tensor, value: Tensor) -> Tensor:
+    """‖error‖ / ‖value‖ for each sample, infinite where an error is; NaN where a value is not a number."""
+    error, size = careful_norm_of_each(error), careful_norm_of_each(value)
+    # A point that is exactly 0, and proved to be right, is right; a NaN proves nothing.
+    return torch.where(error == 0, 0.0, error / size).to(value.dtype)
 
 
 def _with_proofs(solution: Solution, found: Outcome) -> Solution:
@@ -127,10 +134,13 @@ def solve_until(question: Question, solver: Solver, equation: Equation, guess: T
     solution = run(equation.problem(guess), inner)
     value, steps, residual = solution.value.clone(), solution.steps.clone(), solution.residual.clone()
     done = _answers(question, equation, value).clone()
-    while not bool(done.all()) and inner.tol > solver.tol and solution.summary.steps < solver.max_steps:
-        left, part = ~done, equation.select(~done)
+    while inner.tol > solver.tol:
+        left = ~done & (steps < solver.max_steps) & ~residual.isnan()
+        if not bool(left.any()):
+            break
+        part = equation.select(left)
         inner = inner.with_options(tol=max(inner.tol / 10, solver.tol))
-        solution = run(part.problem().continued(value[left], solution.summary.steps), inner)
+        solution = run(part.problem().continued(value[left], int(steps[left].max())), inner)
         value[left], steps[left], residual[left] = solution.value, solution.steps, solution.residual
         done[left] = _answers(question, part, solution.value)
     return _with_proofs(Solution.of(value, steps, residual, done), solution.outcome)

@@ -15,7 +15,8 @@ from pcdeq.proofs.intervals import Box, Limits
 from pcdeq.proofs.kinds import Linear
 from pcdeq.proofs.leads import are_cheap, linear_leads
 from pcdeq.proofs.network import require_features, split_classifier
-from pcdeq.proofs.order import Enclosure, full_precision
+from pcdeq.proofs.order import Enclosure
+from pcdeq.proofs.precision import full_precision
 from pcdeq.proofs.rules import Layer, enclose
 
 BoundKind = Literal["best", "intervals", "linear"]
@@ -182,10 +183,10 @@ def _certify_batch(
     margin = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=images.device)
     left = torch.arange(len(images), device=images.device)
     for dtype, tol in ATTEMPTS:
-        part = images[left].to(dtype)
+        part = images[left].to(torch.promote_types(images.dtype, dtype))
         if part.ndim == 4 and dtype == torch.float32:  # the faster convolutions
             part = part.contiguous(memory_format=torch.channels_last)
-        box = enclose(layers, Box.of(part, radius, limits), tol)
+        box = enclose(layers, Box.of(part, radius, limits).to(dtype), tol)
         classes[left], margin[left] = _margins(classifier, box)
         left = left[~(margin[left] > 0)]
         # Noise of a given radius is far beyond rounding: more digits would not help.

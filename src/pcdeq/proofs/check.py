@@ -14,7 +14,7 @@ from pcdeq.activations import require_concave
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
 from pcdeq.operators import Conv, Dense
-from pcdeq.proofs.trusted import why_unknown_layer
+from pcdeq.proofs.trusted import RANDOM_VECTORS, is_known_map, tried_units, why_negative, why_unknown_layer
 from pcdeq.solvers import Picard
 
 POWER_STEPS = 200
@@ -26,7 +26,8 @@ class LayerReport:
 
     Attributes:
         holds: whether the equilibrium exists, is unique and is reached by plain iteration, for every input.
-        reason: the theorem by which, or what breaks it.
+        reason: the theorem by which, or what breaks it. Of an operator of your own also whether all of it was tried, or
+            some; without inputs, which show their shape, none of it is, and nothing holds.
         rate: the factor by which each step provably shrinks the distance (T4); 1 where that says nothing.
         steps: so many steps provably reach 1e-4 in Thompson's metric, if any number does.
         measured_rate: the factor seen on the given inputs, of the last plain steps.
@@ -114,6 +115,7 @@ def _inputs_of(model: nn.Module, layers: dict[str, PcDEQ], images: Tensor) -> di
 def _check_layer(name: str, layer: PcDEQ, x: Tensor | None) -> LayerReport:
     reason = _violation(layer, x)
     theorem = f"pcDEQ-{layer.activation.kind}: positive concave mapping with asymptotic mapping 0 (paper, Prop. 4.6)"
+    theorem += _what_was_tried(layer, x)
     rate = layer.rate() if reason is None else None
     norm, radius = _norm_and_radius(layer, x)
     slope = float(layer.activation.derivative(torch.tensor([layer.floor], dtype=torch.float64)))
@@ -157,9 +159,26 @@ def _violation(layer: PcDEQ, x: Tensor | None) -> str | None:
         equation = layer.equation(x)
         if not bool((equation.x >= layer.floor).all()):
             return f"the injected input goes down to {float(equation.x.min()):.3g}, below the floor {layer.floor:.3g}"
-        if bool((equation.product(torch.rand_like(equation.x)) < 0).any()):
-            return "the operator maps nonnegative numbers to negative ones"
+        for adjoint in (False, True):
+            if (reason := why_negative(equation.map, equation.x, adjoint=adjoint)) is not None:
+                return f"of the operator {type(layer.operator).__name__} {reason}"
+    elif not is_known_map(layer.operator.bind(weight)):
+        return (
+            f"nothing is known about the operator {type(layer.operator).__name__} before it is tried: give check some "
+            "inputs"
+        )
     return why_unknown_layer(layer, PcDEQ)
+
+
+def _what_was_tried(layer: PcDEQ, x: Tensor | None) -> str:
+    """Of an operator of the user's, by which trial it is known to be nonnegative."""
+    if x is None or is_known_map(layer.operator.bind(layer.operator.effective_weight())):
+        return ""
+    state = x.shape[-layer.operator.state_ndim :]
+    units, total = tried_units(state), state.numel()
+    if units == total:
+        return f"; W >= 0, as the images of all {total} unit vectors show"
+    return f"; that W >= 0 was only sampled, on {units} of {total} unit vectors and {RANDOM_VECTORS} random ones"
 
 
 def _norm_and_radius(layer: PcDEQ, x: Tensor | None) -> tuple[float, float]:

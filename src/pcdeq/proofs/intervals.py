@@ -37,6 +37,15 @@ class Box:
         """The boxes of some of the samples."""
         return Box(self.lower[samples], self.upper[samples], self.proved[samples])
 
+    def to(self, dtype: torch.dtype) -> Box:
+        """The same box in another dtype, its ends rounded outward where it does not have their numbers."""
+        lower, upper = self.lower.to(dtype), self.upper.to(dtype)
+        return Box(
+            torch.where(lower > self.lower, _down(lower), lower),
+            torch.where(upper < self.upper, _up(upper), upper),
+            self.proved,
+        )
+
     def map(self, monotone: Callable[[Tensor], Tensor]) -> Box:
         """The image under a nondecreasing map that does not round."""
         return Box(monotone(self.lower), monotone(self.upper), self.proved)

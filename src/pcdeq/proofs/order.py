@@ -14,16 +14,17 @@ whose slope is known, such as the equation of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pcdeq.equation import Equation
 from pcdeq.operators import DenseMap
+from pcdeq.proofs.precision import full_precision
+from pcdeq.proofs.trusted import require_nonnegative
 from pcdeq.solvers import Anderson, run
 
 # (terms of the series, slack δ as a fraction of the largest residual) of the first attempt and the next ones.
@@ -69,20 +70,6 @@ class Rounded(Protocol):
         ...
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Keep torch from multiplying float32 as TF32 on a GPU: ten bits, which no margin for rounding here covers."""
-    switches: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [switch.allow_tf32 for switch in switches]
-    try:
-        for switch in switches:
-            switch.allow_tf32 = False
-        yield
-    finally:
-        for switch, allowed in zip(switches, before, strict=True):
-            switch.allow_tf32 = allowed
-
-
 @torch.no_grad()
 @full_precision()
 def enclose_near(equation: Equation, z: Tensor, above: Equation | None = None) -> Enclosure:
@@ -91,6 +78,7 @@ def enclose_near(equation: Equation, z: Tensor, above: Equation | None = None) -
     With ``above``, the same equation for an input that is nowhere smaller, the box holds the
     equilibria of all inputs in between, because z* rises with the input (T8).
     """
+    require_nonnegative(equation.map, z)
     above = equation if above is None else above
     lower, upper = torch.zeros_like(z), torch.full_like(z, torch.inf)
     certified = torch.zeros(z.shape[:1], dtype=torch.bool, device=z.device)
@@ -105,6 +93,7 @@ def enclose_near(equation: Equation, z: Tensor, above: Equation | None = None) -
     return Enclosure(lower, upper, certified)
 
 
+@full_precision()
 def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equation, z: Tensor) -> Enclosure:
     """Enclose in float32 where its rounding is a small part of the width, else in float64, rounded outward (T9).
 
@@ -124,6 +113,7 @@ def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equati
     return box
 
 
+@full_precision()
 def refine(
     to_float64: Callable[[Equation], Equation], equation: Equation, z: Tensor, box: Enclosure, width: float
 ) -> Enclosure:
@@ -182,11 +172,13 @@ def rounded_down(fn: Rounded, low: Tensor) -> Tensor:
     return (fn(low) * (1 - fn.margin(low)) - _tiny(low)).clamp(min=0)
 
 
+@full_precision()
 def is_upper(fn: Rounded, u: Tensor) -> Tensor:
     """T1 for each sample: 0 <= u and g(u) <= u in real numbers, hence z* <= u."""
     return _is_upper(u, rounded_up(fn, u))
 
 
+@full_precision()
 def is_lower(fn: Rounded, low: Tensor) -> Tensor:
     """T1 for each sample: 0 <= l <= g(l) in real numbers, hence l <= z*."""
     return _is_lower(low, rounded_down(fn, low))

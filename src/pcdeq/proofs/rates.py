@@ -43,4 +43,5 @@ def a_priori_rate(activation: Activation, floor: float, tol: float) -> Rate:
     distance = math.log(activation.supremum / lowest)
     if distance <= tol or factor == 0:
         return Rate(factor, 1)
-    return Rate(factor, 1 + math.ceil(math.log(tol / distance) / math.log(factor)))
+    # A little more, lest rounding take a step away.
+    return Rate(factor, 1 + math.ceil(math.log(tol / distance) / math.log(factor) * (1 + 1e-12)))

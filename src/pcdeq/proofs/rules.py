@@ -19,6 +19,7 @@ from pcdeq.layers import PcDEQ
 from pcdeq.proofs import trusted
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
 from pcdeq.proofs.linear import Functional, dot
+from pcdeq.proofs.precision import full_precision
 
 # What each equilibrium of a truncated network makes of the error of its input, in the order of the forward pass.
 Truncated = Iterator[Callable[[Tensor], Tensor]]
@@ -144,6 +145,7 @@ def constant(module: nn.Module, cls: type[nn.Module], tensors: Sequence[str]) ->
     return clone.train(module.training)
 
 
+@full_precision()
 def boxes_along(layers: Sequence[Layer], box: Box, tol: float) -> list[Box]:
     """The boxes of what goes into each of the layers in line, and of what comes out of the last."""
     boxes = [box]
@@ -164,6 +166,7 @@ def bound(layers: Sequence[Layer], bounds: Bounds) -> Bounds:
     return bounds
 
 
+@full_precision()
 def pull(layers: Sequence[Layer], functional: Functional, boxes: Sequence[Box]) -> Functional:
     """A functional of the outputs of layers in line as one of their inputs; each layer's input has a box."""
     for layer, box in zip(reversed(layers), reversed(boxes), strict=True):
@@ -171,6 +174,7 @@ def pull(layers: Sequence[Layer], functional: Functional, boxes: Sequence[Box]) 
     return functional
 
 
+@full_precision()
 def enlarge(layers: Sequence[Layer], error: Tensor, truncated: Truncated) -> Tensor:
     """A bound on the error of the outputs of layers in line."""
     for layer in layers:

@@ -12,14 +12,16 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
-from pcdeq.operators import Operator
+from pcdeq.operators import LinearMap, Operator
+from pcdeq.sparse import SparseMap
 
 # What has no part in a forward pass: how a module is made, copied, stored and shown.
 HARMLESS = {"__init__", "__new__", "__init_subclass__", "__annotate__", "__annotate_func__", "reset_parameters"}
@@ -94,6 +96,55 @@ def require_known_layer(layer: Any, known: type) -> None:
         reason = OWN_INJECTION
     if reason is not None:
         raise UsageError(f"{type(layer).__name__}: {reason}")
+
+
+# So many numbers may be computed to try out an operator of a user's, and so many random vectors with their images.
+TRIAL, RANDOM_VECTORS = 2**20, 4
+
+
+def require_nonnegative(linear: LinearMap, like: Tensor, *, adjoint: bool = False) -> None:
+    """Refuse a map that is not nonnegative: our own by its weight, a user's by a trial, once for each shape."""
+    tried: set[Any] = vars(linear).setdefault("_tried", set())
+    what = (like.shape[1:], adjoint)
+    if what in tried:
+        return
+    if reason := why_negative(linear, like, adjoint=adjoint):
+        raise UsageError(f"{type(linear).__name__}: {reason}; nothing can be proved with it")
+    tried.add(what)
+
+
+def why_negative(linear: LinearMap, like: Tensor, *, adjoint: bool = False) -> str | None:
+    """What shows that a map, or its adjoint, makes negative numbers of nonnegative ones; None if nothing does.
+
+    The images of all unit vectors show it for sure, and are computed while there are few; else those of some of them,
+    and of random vectors and their images, which is no more than a sample (see `tried_units`).
+    """
+    if is_known_map(linear):
+        least = linear.weight.detach().amin()
+        return f"its weight has negative entries, the smallest {float(least):.3g}" if bool(least < 0) else None
+    units, state, n = tried_units(like.shape[1:]), like.shape[1:], like.shape[1:].numel()
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(n, generator=generator)[:units]
+    vectors = torch.zeros(units, n).scatter_(1, chosen[:, None], 1.0)
+    vectors = torch.cat([vectors, torch.rand(RANDOM_VECTORS, n, generator=generator)]).to(like).reshape(-1, *state)
+    apply = linear.adjoint if adjoint else linear.apply
+    images = apply(vectors)
+    if not bool((images < 0).any()):
+        images = apply(images[units:])
+    if not bool((images < 0).any()):
+        return None
+    name = "its adjoint" if adjoint else "it"
+    return f"{name} maps nonnegative numbers to negative ones, down to {float(images.amin()):.3g}"
+
+
+def is_known_map(linear: LinearMap) -> bool:
+    """Whether a map is one of ours, which its weight decides."""
+    return linear.kind is not None or type(linear) is SparseMap
+
+
+def tried_units(state: torch.Size) -> int:
+    """How many unit vectors of a state `why_negative` tries: all that there are, or what is affordable."""
+    return min(state.numel(), max(1, TRIAL // max(1, state.numel())))
 
 
 OWN_INJECTION = (

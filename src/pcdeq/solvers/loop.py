@@ -274,10 +274,11 @@ def _norm_of_all(z: Tensor) -> Tensor:
 
 
 def careful_norm_of_each(z: Tensor) -> Tensor:
-    """The norm of each sample, whatever its scale."""
+    """The norm of each sample, whatever its scale; that of infinite numbers is infinite."""
     z = _constant(z).flatten(1).to(_dtype_of_norms(z))
     peak = z.abs().amax(1)
-    return peak * torch.linalg.vector_norm(z / (peak + (peak == 0))[:, None], dim=1)
+    norm = peak * torch.linalg.vector_norm(z / (peak + (peak == 0))[:, None], dim=1)
+    return torch.where(peak.isinf(), torch.inf, norm)
 
 
 def _constant(z: Tensor) -> Tensor:

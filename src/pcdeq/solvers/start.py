@@ -7,6 +7,7 @@ It is kept like the statistics of batch norm: updated in training, a buffer of t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 # After the first batches one in so many is looked at, and replaces this part of the running mean.
 FIRST, LOOK_EVERY = 16, 16
 MOMENTUM = 0.5
+# Threads may share a layer, and the buffer changes its size in place.
+_LOCK = threading.Lock()
 
 
 class WarmStart(nn.Module):
@@ -38,6 +41,12 @@ class WarmStart(nn.Module):
 
         The theory is about z >= 0, and buffers come from files: what is not a number counts as 0.
         """
+        if torch.compiler.is_compiling():  # a lock would break the graph, in which nobody changes the size
+            return self._guess(x)
+        with _LOCK:
+            return self._guess(x)
+
+    def _guess(self, x: Tensor) -> Tensor | None:
         if self.product.shape != x.shape[1:]:
             return None
         return torch.nan_to_num(self.product.to(x.dtype), nan=0.0).clamp(min=0.0)
@@ -45,17 +54,19 @@ class WarmStart(nn.Module):
     @torch.no_grad()
     def observe(self, z: Tensor, apply: Callable[[Tensor], Tensor]) -> None:
         """Learn from a batch of equilibria of an operator."""
-        seen = int(self.observed) if self._seen is None else self._seen
-        self.observed.add_(1)
-        self._seen = seen + 1
+        with _LOCK:
+            seen = int(self.observed) if self._seen is None else self._seen
+            self.observed.add_(1)
+            self._seen = seen + 1
         if seen >= FIRST and seen % LOOK_EVERY:
             return
         # NaN for an empty batch: it shows the shape, so that all processes of a group have it.
         value = apply(z.mean(0, keepdim=True))[0]
-        weight = MOMENTUM if self.product.shape == value.shape else 1.0
-        blended = self._sized(value.shape).lerp(value.to(self.product.dtype), weight)
-        # One bad batch must not spoil every solve that follows.
-        self.product.copy_(torch.where(blended.isfinite(), blended, self.product))
+        with _LOCK:
+            weight = MOMENTUM if self.product.shape == value.shape else 1.0
+            blended = self._sized(value.shape).lerp(value.to(self.product.dtype), weight)
+            # One bad batch must not spoil every solve that follows.
+            self.product.copy_(torch.where(blended.isfinite(), blended, self.product))
 
     def _sized(self, shape: torch.Size) -> Tensor:
         # In place: DistributedDataParallel broadcasts the buffers that it has seen when it was made.

@@ -27,7 +27,8 @@ from pcdeq.equation import Equation
 from pcdeq.errors import ConvergenceWarning
 from pcdeq.kernels.binding import engine
 from pcdeq.layers import PcDEQ, PcDEQConv1d, PcDEQConv2d, PcDEQConv3d, PcDEQLinear
-from pcdeq.proofs.order import enclose_near, full_precision
+from pcdeq.proofs.order import enclose_near
+from pcdeq.proofs.precision import full_precision
 from pcdeq.solvers import Anderson, Newton, Picard, Solver
 from pcdeq.solvers import run as solve
 

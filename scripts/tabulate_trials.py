@@ -1,4 +1,4 @@
-"""Prints the rows of the tables in results/recipes.md: `python scripts/tabulate_trials.py DIR`, DIR a folder of trial runs.
+"""Prints the rows of the tables in results/recipes.md: `python scripts/tabulate_trials.py DIR`, DIR a folder of trials.
 
 Only what was measured on validation images is read; a run without them, or one that did not end, is left out.
 """

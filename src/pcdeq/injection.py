@@ -35,7 +35,8 @@ def largest_curvature(low: Tensor, high: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(5x)) / 5, to the last digits of a small result too."""
     if not torch.compiler.is_exporting():
-        return F.softplus(x, beta=BETA)
+        # Beyond its threshold torch's softplus is x: off by exp(-threshold) / 5, which float64 would see at 20.
+        return F.softplus(x, beta=BETA, threshold=40.0 if x.dtype == torch.float64 else 20.0)
     # A runtime's own softplus may give exactly 0 below -3, and pcDEQ-1 lives on the relative size of its input. The
     # quotient is the classical way to have log1p from log: the rounding of 1 + e cancels.
     e = torch.exp(-BETA * x.abs())

@@ -176,7 +176,8 @@ def _largest_elasticity(activation: Activation, floor: float) -> float:
     for kink in activation.kinks:
         below = torch.tensor(math.nextafter(kink, 0.0), dtype=torch.float64, device="cpu")
         best = max(best, (kink - floor) * float(activation.derivative(below) / activation.value(below)))
-    return min(best * (1 + ROUNDED_UP), 1.0)
+    # What is too small for a number is not 0: sigmoid's from a floor of 750 on.
+    return min(max(best, torch.finfo(torch.float64).tiny) * (1 + ROUNDED_UP), 1.0)
 
 
 def _logspace(low: float, high: float, points: int) -> Tensor:

@@ -48,7 +48,7 @@ class Tally(Score):
         self.cases[subject] += 1
         if surrounding != "alone":
             self.cases[f"in {surrounding}"] += 1
-        self.made += case.made
+        self.made.update(case.made)
         self.false += case.false
         self.failed += [(seed, f"[{subject}, {surrounding}] {detail}") for detail in case.details]
 

@@ -109,8 +109,9 @@ def enclose_gradient(equation: Equation, box: Enclosure, grad: Tensor, tol: floa
 
 
 def through_slope(bounds: GradientEnclosure, slope: Tensor) -> GradientEnclosure:
-    """The bounds times a number >= 0 for each component, which is known to 1e-13 of its size."""
-    slack = 1e-13 * slope * torch.maximum(bounds.lower.abs(), bounds.upper.abs()) + torch.finfo(slope.dtype).tiny
+    """The bounds times a number >= 0 for each component, which is known to 1e-13 of its size, or is tiny."""
+    tiny = torch.finfo(slope.dtype).tiny  # below which a slope has lost its digits, or is 0
+    slack = (1e-13 * slope + tiny) * torch.maximum(bounds.lower.abs(), bounds.upper.abs()) + tiny
     lower, upper = bounds.lower * slope - slack, bounds.upper * slope + slack
     return GradientEnclosure(*_outward(lower, upper, bounds.certified), bounds.certified, bounds.kinks)
 

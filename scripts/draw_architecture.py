@@ -34,6 +34,7 @@ WHAT = {
     "proofs.folding": "what can be one layer",
     "proofs.rules": "what a kind of layer must know",
     "proofs.linear": "linear bounds on z* (T10)",
+    "proofs.precision": "full, whatever surrounds it",
     "proofs.intervals": "boxes, rounded outward",
     "residual": "x + f(x), known to all of them",
     "proofs.trusted": "is it what it is called?",

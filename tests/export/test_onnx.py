@@ -144,7 +144,7 @@ def test_a_loop_promises_nothing_for_what_did_not_converge(sigmoid, pixels):
 
 def test_a_missing_extra_is_named(monkeypatch):
     def missing(name):
-        raise ImportError(name)
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(PcdeqError, match=r"pip install -c constraints\.txt"):

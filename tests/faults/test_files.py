@@ -173,7 +173,7 @@ def change_config(run: Run, **changes: object) -> None:
 class TestRuns:
     def test_a_width_that_the_weights_do_not_have(self, run):
         change_config(run, channels=[25_000])
-        with refused("does not hold the weights of this network"):
+        with refused("are of another run than"):
             resume(run, progress="none")
         assert load(run).channels == (8,)  # the weights know better
 

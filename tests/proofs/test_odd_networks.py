@@ -377,6 +377,7 @@ def test_a_class_of_torch_s_that_was_changed_is_refused(monkeypatch):
         pcdeq.certify(model, torch.randn(2, 5))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of dynamo itself
 def test_what_torch_compiles_is_what_it_was():
     model = lines(dense()).eval()
     model.compile(backend="eager")

@@ -322,8 +322,8 @@ class TestSolution:
             ({"tol": 0.0}, "tol must be above 0, got 0.0"),
             ({"tol": -1e-4}, "tol must be above 0, got -0.0001"),
             ({"tol": float("nan")}, "tol must be above 0, got nan"),
-            ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
-            ({"max_steps": -3}, "max_steps must be at least 1, got -3"),
+            ({"max_steps": 0}, r"max_steps must be at least 1 and below 2\^31, got 0"),
+            ({"max_steps": -3}, r"max_steps must be at least 1 and below 2\^31, got -3"),
             ({"stop": "never"}, "'sample' or 'batch', got 'never'"),
         ):
             with pytest.raises(UsageError, match=message):

@@ -173,9 +173,10 @@ def change_config(run: Run, **changes: object) -> None:
 class TestRuns:
     def test_a_width_that_the_weights_do_not_have(self, run):
         change_config(run, channels=[25_000])
-        with refused("are of another run than"):
+        with refused("does not hold the weights of this network"):
             resume(run, progress="none")
-        assert load(run).channels == (8,)  # the weights know better
+        with refused("are of another run than"):  # by the fingerprint of the configuration that they were trained with
+            load(run)
 
     @pytest.mark.parametrize(
         "changes",

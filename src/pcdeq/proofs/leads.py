@@ -90,7 +90,9 @@ def _middle(before: Sequence[Layer], box: Box, entering: Box) -> tuple[Tensor, T
     image = enclose(before, replace(box, lower=centre, upper=centre), SINGLE_PRECISION)
     middle = (image.lower + image.upper) / 2
     reach = torch.maximum(entering.upper - middle, middle - entering.lower)
-    return middle, (image.upper - image.lower) + 1e-10 * reach
+    # A row of the matrix is a sum over fewer terms than there are pixels and units, or a few thousand.
+    rounding = 1e-10 + 16 * EPS * (box.lower[0].numel() + middle[0].numel())
+    return middle, (image.upper - image.lower) + rounding * reach
 
 
 def _centre(box: Box) -> Tensor:

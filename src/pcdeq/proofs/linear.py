@@ -162,7 +162,7 @@ class Corners:
         q = equation.product(box.lower) + equation.x  # any will do
         # s(p) <= s(q) + s'(q)(p - q); with a slope that is too large by a little, the line is lowest where p = 0.
         exact = equation.activation.derivative(q)
-        slope = exact * (1 + 64 * margin)
+        slope = exact * (1 + 64 * margin) + torch.finfo(q.dtype).tiny  # which may have been lost to underflow
         line = (equation.activation.value(q) * (1 + margin) - exact * (1 - 64 * margin) * q).clamp(min=0)
         weights, factor = (part[image] for part in contraction(equation.map, slope, margin))
         u = _terms_above(equation, slope[image], c, weights, factor, margin)

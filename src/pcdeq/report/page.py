@@ -25,7 +25,8 @@ from pcdeq.training import Run, readable_runs
 TITLE = "Positive concave deep equilibrium models, reproduced"
 NOTES = (
     "Accuracy is that of the last epoch on the test set, in percent: mean ± standard deviation over the runs. No run "
-    "or epoch was selected on test data (results/recipes.md: how recipes were). Our recipe: the same network and data, other rates and few epochs. Its schedule: the "
+    "or epoch was selected on test data (results/recipes.md: how recipes were). "
+    "Our recipe: the same network and data, other rates and few epochs. Its schedule: the "
     "paper's hyperparameters. Both with our solver. Difference: our recipe, where there is one, less the published "
     "figure. Minutes: of training, until the published accuracy is reached, to its digit, and held to the end; by the "
     "clock of the machine below, which may have been busy with other work. (*) Computed: all epochs of the paper at "

@@ -29,6 +29,8 @@ WHAT = {
     "proofs.network": "the recogniser: a network as known layers",
     "proofs.leads": "of a class over the others, by linear bounds",
     "proofs.kinds": "one entry a kind of layer, with all its rules",
+    "proofs.windows": "pooling, padding",
+    "proofs.curves": "activations",
     "proofs.composed": "residual, unknown",
     "proofs.relaxed": "lines about a maximum",
     "proofs.folding": "what can be one layer",

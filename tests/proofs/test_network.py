@@ -23,20 +23,48 @@ from pcdeq.proofs.network import recognise
 from pcdeq.proofs.rules import KINDS, Layer, bound, enclose, enlarge, kind, pull
 from pcdeq.proofs.worst_case import worst_case_scores
 
-IMAGE, ROW, SEQUENCE = (3, 6, 6), (5,), (4, 5)
+IMAGE, ROW, SEQUENCE, VOLUME = (3, 6, 6), (5,), (4, 5), (2, 3, 4, 4)
 # Of each class of modules that is known: layers of different options, with the shape of a sample that they take.
 ZOO = {
     nn.Identity: [(nn.Identity, IMAGE)],
     nn.Dropout: [(lambda: nn.Dropout(0.3), IMAGE), (lambda: nn.Dropout(1.0, inplace=True), ROW)],
+    nn.Dropout1d: [(nn.Dropout1d, SEQUENCE)],
+    nn.Dropout2d: [(lambda: nn.Dropout2d(0.3, inplace=True), IMAGE)],
+    nn.Dropout3d: [(nn.Dropout3d, VOLUME)],
     nn.ReLU: [(nn.ReLU, IMAGE), (lambda: nn.ReLU(inplace=True), ROW)],
-    nn.MaxPool2d: [(lambda: nn.MaxPool2d(2), IMAGE), (lambda: nn.MaxPool2d(3, 2, 1, 2, ceil_mode=True), IMAGE)],
+    nn.LeakyReLU: [(nn.LeakyReLU, IMAGE), (lambda: nn.LeakyReLU(0.7, inplace=True), ROW)],
+    nn.Hardtanh: [(nn.Hardtanh, ROW), (lambda: nn.Hardtanh(-0.1, 0.3, inplace=True), IMAGE)],
+    nn.ReLU6: [(nn.ReLU6, IMAGE), (lambda: nn.ReLU6(inplace=True), ROW)],
+    nn.Tanh: [(nn.Tanh, IMAGE)],
+    nn.Sigmoid: [(nn.Sigmoid, ROW)],
+    nn.MaxPool1d: [(lambda: nn.MaxPool1d(2), SEQUENCE), (lambda: nn.MaxPool1d(3, 1, 1), ROW)],
+    nn.MaxPool3d: [(lambda: nn.MaxPool3d(2), VOLUME)],
+    nn.MaxPool2d: [
+        (lambda: nn.MaxPool2d(2), IMAGE),
+        (lambda: nn.MaxPool2d(3, 2, 1, 2, ceil_mode=True), IMAGE),
+        (lambda: nn.MaxPool2d(2), SEQUENCE),
+    ],
     nn.AvgPool2d: [
         (lambda: nn.AvgPool2d(2), IMAGE),
         (lambda: nn.AvgPool2d((3, 2), 2, 1, ceil_mode=True), IMAGE),
         (lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), IMAGE),
         (lambda: nn.AvgPool2d(2, divisor_override=3), IMAGE),
     ],
+    nn.AvgPool1d: [(lambda: nn.AvgPool1d(2), SEQUENCE), (lambda: nn.AvgPool1d(3, 2, 1), SEQUENCE)],
+    nn.AvgPool3d: [(lambda: nn.AvgPool3d((3, 2, 2), 1, 1, divisor_override=5), VOLUME)],
+    nn.AdaptiveAvgPool1d: [(lambda: nn.AdaptiveAvgPool1d(2), SEQUENCE), (lambda: nn.AdaptiveAvgPool1d(7), SEQUENCE)],
+    nn.AdaptiveAvgPool2d: [
+        (lambda: nn.AdaptiveAvgPool2d(1), IMAGE),
+        (lambda: nn.AdaptiveAvgPool2d((4, None)), IMAGE),
+        (lambda: nn.AdaptiveAvgPool2d((9, 2)), IMAGE),
+        (lambda: nn.AdaptiveAvgPool2d(3), SEQUENCE),
+    ],
+    nn.AdaptiveAvgPool3d: [(lambda: nn.AdaptiveAvgPool3d((2, 3, 1)), VOLUME)],
+    nn.ZeroPad1d: [(lambda: nn.ZeroPad1d((2, -1)), ROW)],
+    nn.ZeroPad2d: [(lambda: nn.ZeroPad2d(2), IMAGE), (lambda: nn.ZeroPad2d((1, 0, -2, 3)), IMAGE)],
+    nn.ZeroPad3d: [(lambda: nn.ZeroPad3d(1), VOLUME)],
     nn.Flatten: [(nn.Flatten, IMAGE), (lambda: nn.Flatten(2), IMAGE), (lambda: nn.Flatten(-2, -1), IMAGE)],
+    nn.Unflatten: [(lambda: nn.Unflatten(1, (3, 1)), IMAGE), (lambda: nn.Unflatten(-1, (1, 5)), ROW)],
     nn.Linear: [
         (lambda: nn.Linear(5, 4), ROW),
         (lambda: nn.Linear(5, 3, bias=False), SEQUENCE),
@@ -48,12 +76,15 @@ ZOO = {
         (lambda: nn.Conv2d(3, 6, (3, 2), stride=2, padding="valid", groups=3, bias=False), IMAGE),
         (lambda: nn.Conv2d(3, 2, 3, padding="same", dilation=2), IMAGE),
     ],
+    nn.Conv1d: [(lambda: nn.Conv1d(4, 6, 3, 2, padding=2, dilation=2, groups=2), SEQUENCE)],
+    nn.Conv3d: [(lambda: nn.Conv3d(2, 2, (1, 3, 1), padding="same"), VOLUME)],
     nn.BatchNorm1d: [
         (lambda: norm(nn.BatchNorm1d(5)), ROW),
         (lambda: norm(nn.BatchNorm1d(4)), SEQUENCE),
         (lambda: norm(nn.BatchNorm1d(5, affine=False)), ROW),
     ],
     nn.BatchNorm2d: [(lambda: norm(nn.BatchNorm2d(3)), IMAGE)],
+    nn.BatchNorm3d: [(lambda: norm(nn.BatchNorm3d(2)), VOLUME)],
     BatchNorm2d: [(lambda: norm(BatchNorm2d(3)), IMAGE)],
     pcdeq.PcDEQ: [
         (dense, ROW),
@@ -177,6 +208,9 @@ STEPS = {
         lambda: parametrizations.orthogonal(nn.Linear(5, 5)),
         lambda: norm(nn.BatchNorm1d(5)),
         nn.ReLU,
+        nn.LeakyReLU,
+        nn.ReLU6,
+        nn.Tanh,
         nn.Dropout,
         nn.Identity,
         dense,
@@ -188,9 +222,12 @@ STEPS = {
         lambda: norm(nn.BatchNorm2d(3)),
         lambda: norm(BatchNorm2d(3)),
         lambda: nn.AvgPool2d(1),
+        lambda: nn.AdaptiveAvgPool2d(6),
         lambda: nn.MaxPool2d(3, stride=1, padding=1),
         nn.ReLU,
-        nn.Dropout,
+        nn.Hardtanh,
+        nn.Sigmoid,
+        nn.Dropout2d,
         conv,
         lambda: nn.Linear(6, 6),
     ],
@@ -211,7 +248,8 @@ def networks(draw):
     if container is not None:
         layers[start:stop] = [container(*layers[start:stop])]
     if rank == 4:
-        layers += [nn.AvgPool2d(2), nn.Flatten(), nn.Linear(3 * 3 * 3, 5)]
+        pool = draw(st.sampled_from([nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3)]))
+        layers += [pool, nn.Flatten(), nn.Linear(3 * 3 * 3, 5)]
     elif draw(st.booleans()):
         layers.insert(0, nn.Flatten())
     layers.append(nn.Linear(5, 3))

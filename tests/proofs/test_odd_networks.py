@@ -181,6 +181,11 @@ def pictures(*layers):
     return nn.Sequential(*layers, conv(), nn.Flatten(), nn.Linear(27, 3))
 
 
+def rows(*layers):
+    """Layers that leave 8 numbers of a sample, and what follows."""
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 5), dense(), nn.Linear(5, 3))
+
+
 def with_weight(layer):
     layer.operator.effective_weight = lambda: torch.eye(5, dtype=torch.float64)
     return layer
@@ -275,6 +280,21 @@ HONEST = {
             conv(), norm(nn.BatchNorm2d(3)), nn.AvgPool2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(27, 3)
         ), (3, 6, 6),
     ),
+    "batch norm, adaptive averages, flatten": (
+        lambda: nn.Sequential(
+            conv(), norm(nn.BatchNorm2d(3)), nn.AdaptiveAvgPool2d((4, 2)), nn.Flatten(), nn.Linear(24, 3)
+        ),
+        (3, 6, 6),
+    ),
+    "averages across what a batch norm calls channels": (
+        lambda: rows(norm(nn.BatchNorm1d(4)), nn.AvgPool2d(2)), (4, 8)
+    ),
+    "adaptive averages across what a batch norm calls channels": (
+        lambda: rows(norm(nn.BatchNorm1d(4)), nn.AdaptiveAvgPool2d((2, 4))), (4, 8)
+    ),
+    "batch norm of volumes and a convolution": (
+        lambda: rows(norm(nn.BatchNorm3d(2)), nn.Conv3d(2, 1, 1)), (2, 2, 2, 2)
+    ),
     "names with dots between them": (
         lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 5)), nn.Sequential(nn.ReLU(), dense()), nn.Linear(5, 3)), (5,)
     ),
@@ -308,9 +328,15 @@ def test_what_only_looks_odd_is_right(name, visitor):
 
 
 def test_every_batch_norm_that_can_be_folded_is():
-    for name in ("batch norms in a row", "batch norms in a row, before", "batch norm, averages, dropout, flatten"):
+    for name in (
+        "batch norms in a row",
+        "batch norms in a row, before",
+        "batch norm, averages, dropout, flatten",
+        "batch norm, adaptive averages, flatten",
+        "batch norm of volumes and a convolution",
+    ):
         frozen_network = pcdeq.freeze(HONEST[name][0]().eval())
-        assert not any(isinstance(part, nn.BatchNorm2d) for part in frozen_network.modules())
+        assert not any(isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d) for part in frozen_network.modules())
     for make in (batch_norm_twice, lambda: twice(nn.Linear(5, 5)), tied):
         assert not any(isinstance(part, nn.BatchNorm1d) for part in pcdeq.freeze(make().eval()).modules())
 
@@ -398,6 +424,10 @@ def test_what_torch_compiles_is_what_it_was():
             (5, 5),
             r"0 \(Conv2d\): .* batch of images",
         ),
+        (nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(5, 2)), (5,), r"0 \(Conv1d\): .* batch of rows"),
+        (nn.Sequential(nn.Unflatten(0, (1, 1)), nn.Linear(5, 2)), (5,), r"0 \(Unflatten\): .* of the samples"),
+        (nn.Sequential(nn.Unflatten(-2, (1, 1)), nn.Linear(5, 2)), (5,), r"0 \(Unflatten\): .* of the samples"),
+        (nn.Sequential(nn.ZeroPad2d(1), nn.Linear(7, 2)), (5,), r"0 \(ZeroPad2d\): it would pad the samples"),
     ],
 )
 def test_samples_stay_apart(model, shape, message):

@@ -20,7 +20,7 @@ def fold(layers: Sequence[Layer]) -> list[Layer]:
         if per_channel is None:
             continue
         after = index + 1
-        while after < len(layers) and layers[after].commutes:
+        while after < len(layers) and layers[after].commutes(ranks[after]):
             after += 1
         taken = layers[after].preceded_by(per_channel, ranks[after]) if after < len(layers) else None
         if taken is not None:

@@ -20,7 +20,7 @@ from pcdeq.proofs import trusted
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
 from pcdeq.proofs.linear import Corners, Functional, join, split
 from pcdeq.proofs.order import SINGLE_PRECISION, Enclosure, enclose_near
-from pcdeq.proofs.relaxed import pull_max_pool, pull_relu
+from pcdeq.proofs.relaxed import pull_relu
 from pcdeq.proofs.rules import Affine, Largest, Layer, PerChannel, Truncated, constant, kind
 from pcdeq.solvers import Anderson
 
@@ -29,8 +29,7 @@ from pcdeq.solvers import Anderson
 class Identity(Largest):
     """Nothing."""
 
-    @property
-    def commutes(self) -> bool:
+    def commutes(self, rank: int | None) -> bool:
         return True
 
     def value(self, x: Tensor) -> Tensor:
@@ -40,7 +39,7 @@ class Identity(Largest):
         return functional
 
 
-@kind(nn.Dropout)
+@kind(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 class Dropout(Identity):
     """Nothing in evaluation mode; in training mode one mask for the clean values and their bounds."""
 
@@ -62,21 +61,6 @@ class ReLU(Largest):
         return pull_relu(functional, box.lower, box.upper)
 
 
-@kind(nn.MaxPool2d)
-class MaxPool(Largest):
-    """The largest of each window; what it is padded with is never the largest."""
-
-    @classmethod
-    def why_not(cls, module: nn.MaxPool2d, training: bool) -> str | None:
-        return "with return_indices=True it gives two tensors" if module.return_indices else None
-
-    def value(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-    def pull(self, functional: Functional, box: Box) -> Functional:
-        return pull_max_pool(functional, box.lower, box.upper, self.module)
-
-
 @kind(nn.Flatten)
 class Flatten(Largest):
     """The same numbers in another shape, one sample or one batch at a time."""
@@ -94,12 +78,28 @@ class Flatten(Largest):
         shaped = functional.coefficient.reshape(-1, *box.lower.shape[1:])
         return Functional(shaped, functional.constant, functional.image)
 
-    @property
-    def commutes(self) -> bool:
+    def commutes(self, rank: int | None) -> bool:
         return (self.module.start_dim, self.module.end_dim) == (1, -1)  # channel after channel
 
     def rank(self, before: int | None) -> int | None:
-        return 2 if self.commutes else None
+        return 2 if self.commutes(before) else None
+
+
+@kind(nn.Unflatten)
+class Unflatten(Flatten):
+    """The same numbers with one dimension made into several."""
+
+    @classmethod
+    def why_not(cls, module: Any, training: bool) -> str | None:
+        return None if isinstance(module.dim, int) else "named dimensions are not known"
+
+    def value(self, x: Tensor) -> Tensor:
+        if self.module.dim in (0, -x.ndim):
+            self.refuse("it makes several dimensions of the samples: take dimension 1 or a later one")
+        return self.module(x)
+
+    def commutes(self, rank: int | None) -> bool:
+        return False
 
 
 class Weighted(Affine):
@@ -119,10 +119,10 @@ class Weighted(Affine):
         size = None if self.module.bias is None or not bias else bias * self.module.bias.abs().to(x.dtype)
         return self.apply(x, self.module.weight.abs().to(x.dtype), size)
 
-    def terms(self) -> int:
+    def terms(self, shape: torch.Size) -> int:
         return self.module.weight[0].numel()
 
-    def terms_back(self) -> int:
+    def terms_back(self, shape: torch.Size) -> int:
         return self.module.weight[:, 0].numel()
 
     @torch.no_grad()
@@ -173,9 +173,9 @@ class Linear(Weighted):
         return 2
 
 
-@kind(nn.Conv2d)
+@kind(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Convolution(Weighted):
-    """A convolution of images, padded with zeros."""
+    """A convolution of images, rows or volumes, padded with zeros."""
 
     @classmethod
     def why_not(cls, module: nn.Conv2d, training: bool) -> str | None:
@@ -183,48 +183,24 @@ class Convolution(Weighted):
         return None if known else f"it is padded by {module.padding_mode!r}: only zeros are known"
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.ndim != 4:
-            self.refuse(f"its input must be a batch of images, (n, channels, height, width), not {tuple(x.shape)}")
-        module = self.module
-        return F.conv2d(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        if x.ndim != weight.ndim:
+            what = ("rows, (n, channels, length)", "images, (n, channels, height, width)", "volumes, of 5 dimensions")
+            self.refuse(f"its input must be a batch of {what[weight.ndim - 3]}, not {tuple(x.shape)}")
+        module, convolve = self.module, (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
+        return convolve(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
     def preceded_by(self, other: PerChannel, rank: int | None) -> Layer | None:
         # What is padded stays 0, whatever the map makes of 0.
-        padded = self.module.padding not in (0, (0, 0), "valid")
+        padded = self.module.padding != "valid" and any(map(bool, self.module.padding))
         if padded or self.module.groups != 1 or self.module.weight.shape[1] != len(other.scale):
             return None
         return super().preceded_by(other, rank)
 
     def _channels_first(self) -> int:
-        return 4
+        return self.module.weight.ndim
 
 
-@kind(nn.AvgPool2d)
-class Average(Affine):
-    """Averages of windows: no coefficient is negative, whatever divides them."""
-
-    @classmethod
-    def why_not(cls, module: nn.AvgPool2d, training: bool) -> str | None:
-        divisor = module.divisor_override
-        return None if divisor is None or divisor > 0 else f"its divisor_override is {divisor}: it must be above 0"
-
-    def value(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-    def magnify(self, x: Tensor, bias: float = 0.0) -> Tensor:
-        return self.module(x)
-
-    def terms(self) -> int:
-        size = self.module.kernel_size
-        return size * size if isinstance(size, int) else math.prod(size)
-
-    @property
-    def commutes(self) -> bool:
-        module = self.module  # the coefficients of each window must sum up to 1
-        return module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
-
-
-@kind(nn.BatchNorm1d, nn.BatchNorm2d)
+@kind(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNorm(Affine):
     """x * scale + shift for each channel, by running statistics; in training, by those of the clean batch."""
 
@@ -255,7 +231,7 @@ class BatchNorm(Affine):
         size = bias * ((self.module.running_mean.double() * scale).abs() + shift.abs())
         return x * _along(1, scale.abs().to(x.dtype), x) + _along(1, size.to(x.dtype), x)
 
-    def terms(self) -> int:
+    def terms(self, shape: torch.Size) -> int:
         return 4  # roundings: of scale, of shift, of product and sum
 
     def bound(self, bounds: Bounds) -> Bounds:
@@ -268,7 +244,7 @@ class BatchNorm(Affine):
         return Bounds.around(clean, clean + scale * (bounds.centre - bounds.clean), scale.abs() * bounds.reach)
 
     def rank(self, before: int | None) -> int | None:
-        return 4 if issubclass(self.plain, nn.BatchNorm2d) else before
+        return {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}.get(self.plain, before)
 
 
 @kind(PcDEQ)

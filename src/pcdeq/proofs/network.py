@@ -15,11 +15,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from pcdeq import residual
 from pcdeq.errors import UsageError
-from pcdeq.proofs import trusted
+from pcdeq.proofs import curves, kinds, trusted, windows
 from pcdeq.proofs.composed import Residual, Unknown
 from pcdeq.proofs.kinds import Linear
 from pcdeq.proofs.rules import KINDS, Entry, Layer
 
+# Where kinds are said; those of a module are known once it is imported.
+KINDS_FROM = (kinds, windows, curves)
 # Classes whose forward calls their children one after the other.
 _CONTAINERS: set[type[nn.Module]] = set()
 

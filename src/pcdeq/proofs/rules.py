@@ -79,9 +79,8 @@ class Layer(ABC):
         """A copy made of torch's own modules; ``equilibrium`` makes those in place of equilibrium layers."""
         return constant(self.module, self.plain, self.tensors)
 
-    @property
-    def commutes(self) -> bool:
-        """Whether a map of single channels can as well be applied after it."""
+    def commutes(self, rank: int | None) -> bool:
+        """Whether a map of single channels can as well be applied after it, for inputs of so many dimensions."""
         return False
 
     def rank(self, before: int | None) -> int | None:
@@ -219,13 +218,13 @@ class Affine(Layer):
         """|A|x for x >= 0, and as much of |b|, or of the numbers that b was made from."""
 
     @abstractmethod
-    def terms(self) -> int:
-        """At most so many numbers are summed up in one output."""
+    def terms(self, shape: torch.Size) -> int:
+        """At most so many numbers are summed up in one output, for inputs of a shape."""
 
     def enclose(self, box: Box, tol: float) -> Box:
         """The rounding of both products is at most (terms + 4) eps |A| |centre|, and a little."""
         centre, radius = box.ball()
-        rounding = (self.terms() + 4) * eps(centre)
+        rounding = (self.terms(centre.shape) + 4) * eps(centre)
         reach = self.magnify(radius * (1 + rounding) + rounding * centre.abs(), rounding) * (1 + rounding)
         middle = self.value(centre)
         return outward(middle, middle, reach, box.proved)
@@ -242,12 +241,13 @@ class Affine(Layer):
             at_zero = self.value(x)
             (pulled,) = torch.autograd.grad(at_zero, x, c.clone())
         size = dot(c.abs(), self.magnify(torch.maximum(box.lower.abs(), box.upper.abs()), 1.0)[image])
-        rounding = 4 * (max(self.terms(), self.terms_back()) + c[:1].numel() + 16) * eps(c) * size
+        terms = max(self.terms(x.shape), self.terms_back(x.shape)) + c[:1].numel() + 16
+        rounding = 4 * terms * eps(c) * size
         return functional.through(pulled, dot(c, at_zero.detach()), rounding)
 
-    def terms_back(self) -> int:
+    def terms_back(self, shape: torch.Size) -> int:
         """At most so many outputs are summed up for one input by the transposed map."""
-        return self.terms()
+        return self.terms(shape)
 
     def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
         return self.magnify(error)

@@ -7,6 +7,7 @@ answers at once.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import os
 import re
@@ -109,6 +110,10 @@ def parse(arguments: Sequence[str]) -> Command:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview(names))
         raise SystemExit(0)
+    if arguments[0] not in names and not arguments[0].startswith("-"):
+        near = difflib.get_close_matches(arguments[0], names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+        raise UsageError(f"unknown command {arguments[0]!r}; {hint} (see pcdeq --help)")
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):

@@ -95,7 +95,8 @@ class TestParsing:
             (["train", "--epochs", "0"], "epochs must be at least 1, got 0"),
             (["train", "--schedule", "cosine"], "cosine.*one-cycle"),
             (["train", "a", "b"], "b"),
-            (["trian"], "trian.*train"),
+            (["trian"], "^unknown command 'trian'; did you mean train\\?"),
+            (["conquer"], "^unknown command 'conquer'; there are train, "),
             (["evaluate"], "RUN"),
         ],
     )

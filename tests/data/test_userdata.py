@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from pcdeq.data import load_dataset
-from pcdeq.data.userdata import parse_size, read_image_folder, read_npz
+from pcdeq.data.userdata import open_picture, parse_size, read_image_folder, read_npz
 from pcdeq.errors import DataError, UsageError
 
 
@@ -84,6 +84,19 @@ def test_images_of_another_size_are_named(grey_folder: Path):
         read_image_folder(grey_folder)
 
 
+def test_many_sizes_are_one_thing_to_mend(grey_folder: Path):
+    for number in range(7, 20):
+        save(grey_folder / "cat" / f"{number}.png", 0, size=(number, 4))
+    with pytest.raises(DataError, match=r"^13 of 19 pictures .*\(--size 32 .* and 10 of other sizes$") as caught:
+        read_image_folder(grey_folder)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_folder_in_place_of_a_picture_says_so(tmp_path: Path):
+    with pytest.raises(DataError, match=r" is a folder: name pictures in it, such as .*/\*\.png$"):
+        open_picture(tmp_path)
+
+
 def test_all_bad_files_are_told_at_once(grey_folder: Path):
     save(grey_folder / "cat" / "1.png", 0, size=(5, 4))
     (grey_folder / "ant" / "1.png").write_bytes(b"no image")
@@ -148,7 +161,7 @@ def test_deep_images_are_refused_not_cut_off(grey_folder: Path):
 
 
 def test_folders_without_classes_or_images_are_named(tmp_path: Path, grey_folder: Path):
-    with pytest.raises(DataError, match="has 1 folders; it must have one folder"):
+    with pytest.raises(DataError, match="has 1 folder; it must have one folder"):
         read_image_folder(tmp_path)
     (grey_folder / "bee").mkdir()
     with pytest.raises(DataError, match="own/bee has no images"):

@@ -302,6 +302,15 @@ class TestKill:
 
 
 class TestDiskFull:
+    def test_the_advice_fits(self, tmp_path, monkeypatch):
+        def no_write(file, content):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        run = new_run(tmp_path / "r")
+        monkeypatch.setattr(files, "write_through", no_write)
+        with pytest.raises(PcdeqError, match=r"Read-only file system; .*: see that it can be written, then "):
+            run.save("last", checkpoint(1))
+
     @pytest.mark.parametrize("after", [0, 1])
     def test_clear_error_and_the_old_checkpoint_stays(self, tmp_path, monkeypatch, after):
         run = new_run(tmp_path / "r")

@@ -464,3 +464,9 @@ class TestMistakes:
     def test_a_last_step_too_far(self, tiny):
         with pytest.raises(PcdeqError, match="the loss became nan in epoch 1: lower lr"):
             train(replace(tiny, lr=1e30, steps_per_epoch=1), progress="none")
+
+
+def test_a_typo_in_the_row_is_told_before_data_are_read(tmp_path):
+    (tmp_path / "pictures").mkdir()  # in which there is nothing to read
+    with pytest.raises(UsageError, match="did you mean pcdeq-1-sc-tanh"):
+        train(TrainConfig("pcdeq-1-sc-tahn", data=str(tmp_path / "pictures"), out=tmp_path / "run"))

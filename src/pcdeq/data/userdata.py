@@ -29,6 +29,7 @@ _DEEP_MODES = frozenset(("I", "I;16", "I;16B", "I;16L", "F"))
 
 Size = tuple[int, int]  # width and height
 MOST_TOLD = 100  # of the pictures that cannot be used
+MOST_SIZES_TOLD = 3  # for all of which there is one remedy
 
 
 class UserData(NamedTuple):
@@ -66,7 +67,7 @@ def read_image_folder(root: Path, size: Size | None = None) -> UserData:
         raise DataError(f"{root / min(unknown)}: beside train/, only test/ is read; move it elsewhere")
     classes = tuple(sorted(_subfolders(splits["train"])))
     if len(classes) < 2:
-        count = f"{splits['train']} has {len(classes)} folders"
+        count = f"{splits['train']} has {'1 folder' if classes else '0 folders'}"
         raise DataError(f"{count}; it must have one folder of images for each class")
     if stray := sorted(_subfolders(splits["test"]).keys() - set(classes)) if "test" in splits else []:
         raise DataError(f"{splits['test'] / stray[0]}: there is no class of this name in {splits['train']}")
@@ -122,7 +123,7 @@ class _Pictures:
         self.first: tuple[Path, tuple[int, ...]] | None = None
         self.count = 0
         self.bad: list[str] = []
-        self.sizes_differ = False
+        self.misfits: list[str] = []  # of another size than the first
 
     def read(self, root: Path, classes: tuple[str, ...]) -> LabelledImages:
         """The images of every class; one may be absent from the test split."""
@@ -150,21 +151,25 @@ class _Pictures:
         self.first = self.first or (file, pixels.shape[:2])
         if pixels.shape[:2] == self.first[1]:
             return pixels
-        self.sizes_differ = True
-        self.bad.append(f"{file} is {pixels.shape[1]} x {pixels.shape[0]} pixels")
+        self.misfits.append(f"{file} is {pixels.shape[1]} x {pixels.shape[0]} pixels")
         return None
 
     def require_good(self) -> None:
         """Say of all pictures that cannot be used why, and what to do."""
-        if not self.bad:
+        if not self.bad and not self.misfits:
             return
-        more = f"; and {len(self.bad) - MOST_TOLD:,} more" if len(self.bad) > MOST_TOLD else ""
         hint = ""
-        if self.sizes_differ and self.first is not None:
+        if self.misfits and self.first is not None:
             height, width = self.first[1]
             hint = f" (--size 32 or 32x24 gives all one size; {self.first[0]} is {width} x {height})"
-        told = "; ".join(sorted(self.bad, key=lambda reason: reason.endswith(" pixels"))[:MOST_TOLD])
-        raise DataError(f"{len(self.bad):,} of {self.count:,} pictures cannot be used{hint}: {told}{more}")
+        told = "; ".join([*_some(self.bad, MOST_TOLD, "more"), *_some(self.misfits, MOST_SIZES_TOLD, "of other sizes")])
+        count = len(self.bad) + len(self.misfits)
+        raise DataError(f"{count:,} of {self.count:,} pictures cannot be used{hint}: {told}")
+
+
+def _some(reasons: list[str], most: int, others: str) -> list[str]:
+    rest = len(reasons) - most
+    return [*reasons[:most], f"and {rest:,} {others}"] if rest > 0 else reasons
 
 
 def open_picture(path: Path) -> Image:
@@ -179,6 +184,8 @@ def open_picture(path: Path) -> Image:
             picture.load()
     except FileNotFoundError as error:
         raise DataError(f"there is no picture {path}") from error
+    except IsADirectoryError as error:
+        raise DataError(f"{path} is a folder: name pictures in it, such as {path / '*.png'}") from error
     except Exception as error:  # Pillow has another type of error for each way in which a file can be broken
         raise DataError(f"{path} cannot be read as a picture ({type(error).__name__}: {error})") from error
     if picture.mode in _DEEP_MODES:  # Pillow would cut these off at 255: black or white

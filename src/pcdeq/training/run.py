@@ -12,6 +12,7 @@ belong together, so a whole folder is made under another name and then takes the
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -304,9 +305,10 @@ class Run(os.PathLike[str]):
         try:
             yield
         except OSError as error:
+            remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that it can be written"
             raise PcdeqError(
                 f"could not write to {self.path}: {error.strerror or error}; the last complete state is intact: "
-                f"make room, then `{self.resume_command}`"
+                f"{remedy}, then `{self.resume_command}`"
             ) from error
 
 

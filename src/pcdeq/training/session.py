@@ -27,7 +27,7 @@ from pcdeq.models.description import Description
 from pcdeq.models.registry import make_network
 from pcdeq.operators import project_
 from pcdeq.recalibration import recalibrate
-from pcdeq.recipes import ResolvedConfig, TrainConfig
+from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
 from pcdeq.solvers import SolvingLayer
 from pcdeq.training.averaging import Average
 from pcdeq.training.counting import BATCH_SIZE, batches_to_count
@@ -128,6 +128,7 @@ class Session:
 
 def open_session(config: TrainConfig, run: Run | None = None, *, quiet: bool = False) -> Session:
     """Load the data and build the network, anew or as ``run`` describes it."""
+    find_row(config.row)  # a typo is told before any data are read
     accelerator = make_accelerator(config)
     with accelerator.main_process_first():  # one process downloads, the others find the files
         silent = quiet or not accelerator.is_main_process

@@ -16,7 +16,7 @@ from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import GRADIENTS, Gradient, Plan, equilibrium, is_known_solver
 from pcdeq.injection import TINY_FLOOR
-from pcdeq.operations import AnySolver, autocasts, no_autocast, require_tensor, solve_equation
+from pcdeq.operations import AnySolver, autocasts, no_autocast, require_tensor, solve_and_confirm, solve_equation
 from pcdeq.operators import Conv, Dense, Device, LinearMap, Operator
 from pcdeq.parametrisation import is_transformed
 from pcdeq.proofs.certified import Certified, Question, solve_until
@@ -181,6 +181,8 @@ class PcDEQ(SolvingLayer):
     def solve(self, x: Tensor, *, solver: AnySolver | None = None, until: Question | None = None) -> Solution:
         """Solve for x without a gradient and tell how it went.
 
+        A sample is called converged where the residual of its value, by a plain product of its own, is below ``tol``.
+
         Args:
             solver: instead of the layer's own.
             until: a question that bounds on z* may settle: given an `Enclosure`, it says for which samples they do.
@@ -203,7 +205,7 @@ class PcDEQ(SolvingLayer):
             equation = self.equation(x)
             guess = self._guess(equation)
             if until is None:
-                solution = solve_equation(equation, chosen, guess)
+                solution = solve_and_confirm(equation, chosen, guess)
             elif isinstance(chosen, Certified) or chosen.stop != "sample":
                 raise UsageError("until= asks its question sample by sample: give it a solver with stop='sample'")
             else:

@@ -23,11 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 
 from pcdeq.activations import ACTIVATIONS
-from pcdeq.equation import Adjoint, Equation
+from pcdeq.equation import Adjoint, Equation, product_margin
 from pcdeq.errors import UsageError
 from pcdeq.operators import MAPS
 from pcdeq.proofs.certified import Certified
+from pcdeq.proofs.precision import full_precision
 from pcdeq.solvers import Anderson, Newton, Picard, Solution, Solver, report, run
+from pcdeq.solvers.loop import careful_norm_of_each
 from pcdeq.solvers.solver import StopRule
 
 AnySolver = Solver | Certified
@@ -57,6 +59,42 @@ def solve_equation(equation: Equation, solver: AnySolver, guess: Tensor | None =
         solution = run(equation.problem(), solver)
         return solution.with_value(equation(solution.value))
     return run(equation.problem(guess), solver)
+
+
+@torch.no_grad()
+def solve_and_confirm(equation: Equation, solver: AnySolver, guess: Tensor | None = None) -> Solution:
+    """The same, where a sample is called converged only if the residual of the value that is returned is below tol.
+
+    A solve stops by the residual of the point before its value, as its kernel computes it. The step between the two may
+    stretch it, where small components still grow beside large ones: so it is measured again, by a plain product, up to
+    whose rounding the answer is meant; samples for which it is larger go on from there.
+    """
+    solution = solve_equation(equation, solver, guess)
+    if isinstance(solver, Certified) or solver.stop != "sample":
+        return solution
+    value, steps, residual, converged = (
+        t.clone() for t in (solution.value, solution.steps, solution.residual, solution.converged)
+    )
+    left = converged.nonzero()[:, 0]
+    while len(left):
+        found, rounding = _residual(equation.select(left), value[left])
+        residual[left], converged[left] = found.to(residual.dtype), found < solver.tol + rounding
+        left = left[~converged[left] & (steps[left] < solver.max_steps)]
+        for count in steps[left].unique().tolist():  # of which each has its own
+            some = left[steps[left] == count]
+            more = run(equation.select(some).problem().continued(value[some], count), solver)
+            value[some], steps[some] = more.value, more.steps
+            residual[some], converged[some] = more.residual.to(residual.dtype), more.converged
+        left = left[converged[left]]
+    return Solution.of(value, steps, residual, converged)
+
+
+def _residual(equation: Equation, z: Tensor) -> tuple[Tensor, float]:
+    """The relative residual of each sample, by plain sums whatever the surroundings, and how far these may be off."""
+    with full_precision():
+        value = equation(z)
+    length, size = careful_norm_of_each(value - z), careful_norm_of_each(value)
+    return torch.where(length == 0, 0.0, length / size), product_margin(equation.map, z)
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from alone import alone, main
 from torch import Tensor
 
 import pcdeq
-from pcdeq.errors import UsageError
+from pcdeq.errors import ConvergenceWarning, UsageError
+from pcdeq.kernels import binding
 
 SHAPES = {"dense": (16,), "conv": (8, 6, 6)}
 ACTIVATIONS = ("tanh", "relu6")
@@ -95,3 +96,35 @@ def test_no_solver_is_told_a_rule_that_it_ignores(solver, stop):
 
 if __name__ == "__main__":
     main(globals())
+
+
+class TestConverged:
+    """Said of the value that is returned: the step to it stretched the residual that was looked at up to 500 times."""
+
+    @pytest.mark.parametrize("kernels", [True, False])
+    @pytest.mark.parametrize("solver", [pcdeq.Picard, pcdeq.Anderson, pcdeq.Newton])
+    @pytest.mark.parametrize("exponent", [-6, -5, -4, -3, -2])
+    @pytest.mark.parametrize("growth", [5.0, 50.0, 500.0])
+    def test_the_residual_of_the_value_is_below_tol(self, monkeypatch, growth, exponent, solver, kernels):
+        if not kernels:
+            monkeypatch.setattr(binding, "solve", lambda *given, **options: None)
+        layer = pcdeq.PcDEQLinear(2, "relu6", weight_norm=False)
+        layer.operator.weight.data = torch.tensor([[0.0, 0.0], [0.0, growth]])
+        starts = torch.linspace(-4, -1, 40)  # 40 sizes from which the second unit grows beside the first
+        x, tol = torch.stack([torch.full((40,), 7.0), starts], 1), 10.0**exponent
+        solution = layer.solve(x, solver=solver(tol=tol))
+        assert solution.converged.all()
+        with torch.no_grad():
+            equation = layer._equation_in_float64(layer.equation(x))
+        value = equation(solution.value.double())
+        residual = (value - solution.value).norm(dim=1) / value.norm(dim=1)
+        assert (residual <= tol + 3e-6).all()
+        assert (residual - solution.residual).abs().max() < 1e-6  # which is what is told
+
+    def test_a_limit_of_steps_is_not_passed_and_said(self):
+        layer = pcdeq.PcDEQLinear(2, "relu6", weight_norm=False)
+        layer.operator.weight.data = torch.tensor([[0.0, 0.0], [0.0, 50.0]])
+        with pytest.warns(ConvergenceWarning, match="1 of 2 samples"):
+            solution = layer.solve(torch.tensor([[7.0, -3.0], [7.0, 7.0]]), solver=pcdeq.Picard(tol=1e-6, max_steps=3))
+        assert solution.converged.tolist() == [False, True]
+        assert (solution.steps <= 3).all() and solution.outcome is pcdeq.Outcome.MAX_STEPS

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hostile import claims
+from hostile import claims, networks
 from hostile.claims import Score, quiet
 from hostile.files import odd_files
 from hostile.surroundings import SURROUNDINGS
@@ -25,10 +25,11 @@ RESULTS = ROOT / "results" / "hostile.md"
 # What a case is about, and how often.
 SUBJECTS: dict[str, tuple[Callable[[Score, np.random.Generator], str], float]] = {
     "layer": (claims.about_a_layer, 0.62),
-    "network": (claims.about_a_network, 0.16),
+    "network": (networks.about_a_network, 0.16),
+    "export": (networks.exports, 0.03),
     "rate": (claims.rates, 0.04),
     "file": (odd_files, 0.12),
-    "odd module": (claims.odd_modules, 0.04),
+    "odd module": (networks.odd_modules, 0.04),
     "tangent": (claims.tangents, 0.01),
     "threads": (claims.threads, 0.01),
 }

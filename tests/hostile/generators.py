@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from hostile import referee
 from torch import Tensor, nn
 
 import pcdeq
+from pcdeq.unrolling import Equilibrium, FixedSteps
 
 RADII = (0.5, 0.9, 0.99, 0.999999, 1.0, 1.000001, 2.0, 50.0)
 DTYPES = (torch.float32,) * 6 + (torch.float64,) * 3 + (torch.bfloat16, torch.float16)
@@ -191,9 +194,84 @@ def network(rng: Rng) -> tuple[nn.Sequential, Tensor]:
     return model.eval(), images if rng.random() < 0.3 else images.float()
 
 
-def scores(model: nn.Sequential, images: Tensor) -> tuple[np.ndarray, np.ndarray]:
+class Stack(nn.Sequential):
+    """Layers in line that can be exported: what a network of the package tells beside its layers."""
+
+    image_shape: tuple[int, ...]
+    preprocessing = None
+
+
+def stack(rng: Rng) -> tuple[Stack, Tensor]:
+    """A network of one or two equilibria, mostly of a kind whose truncation has a proved bound, and images for it."""
+    images, images_are = int(rng.integers(2, 5)), rng.random() < 0.3
+    side, width = int(rng.integers(2, 5)), int(rng.integers(1, 4) if images_are else rng.integers(2, 9))
+    state = (width, side, side) if images_are else (width,)
+
+    def affine(inputs: int) -> nn.Module:
+        return nn.Conv2d(inputs, width, 3, padding=1) if images_are else nn.Linear(inputs, width)
+
+    def equilibrium() -> pcdeq.PcDEQ:
+        name = "sigmoid" if rng.random() < 0.3 else an_activation(rng)
+        floor = None if name == "sigmoid" else float(10 ** rng.uniform(-1.5, 1))
+        kind = pcdeq.PcDEQConv2d if images_are else pcdeq.PcDEQLinear
+        layer = kind(
+            width, name, floor=floor, weight_norm=bool(rng.random() < 0.5), warm_start=bool(rng.random() < 0.3)
+        )
+        fill_weight(layer.operator, state, rng)
+        if layer.warm is not None:  # a guess of any size and sign, or none
+            layer.warm.product = torch.from_numpy(rng.normal(size=state) * 10 ** rng.uniform(-3, 3)).float()
+        return layer
+
+    norm = nn.BatchNorm2d if images_are else nn.BatchNorm1d
+    layers = [affine(width), norm(width), equilibrium()]
+    if rng.random() < 0.5:
+        layers += [nn.MaxPool2d(3, stride=1, padding=1) if images_are else norm(width), affine(width), equilibrium()]
+    model = Stack(*layers, norm(width), nn.Flatten(), nn.Linear(math.prod(state), int(rng.integers(2, 5))))
+    model.image_shape = state
+    generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
+    with torch.no_grad():
+        for module in model:
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                module.weight.normal_(generator=generator)
+            elif isinstance(module, nn.Linear | nn.Conv2d):
+                module.weight.normal_(generator=generator).mul_(float(10 ** rng.uniform(-2, 1)))
+        if rng.random() < 0.4:
+            _slow_down(model, rng)
+    return model.eval(), torch.from_numpy(rng.normal(size=(images, *state)) * 10 ** rng.uniform(-2, 2))
+
+
+def _slow_down(model: Stack, rng: Rng) -> None:
+    """Every unit alone, at its floor, grows as slowly as it can, and all errors add up: close to what T4 allows."""
+    for module in model:
+        if isinstance(module, pcdeq.PcDEQ):
+            weight = torch.zeros(module.operator.shape)
+            channels = torch.arange(len(weight))
+            weight[channels, channels, *[size // 2 for size in weight.shape[2:]]] = float(10 ** rng.uniform(-0.5, 1))
+            fill = torch.linalg.vector_norm(weight.flatten(1), dim=1)
+            stored = module.operator.weight_v if module.operator.weight_norm else module.operator.weight
+            stored.copy_(weight)
+            if module.operator.weight_norm:
+                module.operator.weight_g.copy_(fill.reshape(module.operator.weight_g.shape))
+            if module.warm is not None:
+                module.warm.product.zero_()
+        elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.weight.fill_(1)
+        elif module is model[-1]:
+            module.weight.abs_()
+        elif isinstance(module, nn.Linear | nn.Conv2d):
+            module.weight.mul_(1e-3)
+            module.bias.fill_(-1e3)
+
+
+# What an equilibrium layer gives for its inputs, and how far that may be off.
+Solve = Callable[[Any, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def scores(
+    model: Iterable[nn.Module], images: Tensor, equilibrium: Solve | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The class scores of the exact network, and how far the referee may be off; infinite where it cannot tell."""
-    value, error = exact(images), 0.0
+    value, error = exact(images), np.zeros(len(images))
     for module in model:
         if isinstance(module, nn.Linear):
             value = value @ exact(module.weight).T + exact(module.bias)
@@ -206,8 +284,9 @@ def scores(model: nn.Sequential, images: Tensor) -> tuple[np.ndarray, np.ndarray
             scale = exact(module.weight) / np.sqrt(exact(module.running_var) + np.longdouble(module.eps))
             shifted = value - exact(module.running_mean).reshape(rows)
             value = shifted * scale.reshape(rows) + exact(module.bias).reshape(rows)
-        elif isinstance(module, pcdeq.PcDEQ):
-            value, error = _equilibrium(module, value)
+        elif isinstance(module, pcdeq.PcDEQ | Equilibrium):
+            value, off = (equilibrium or _equilibrium)(module, value)
+            error = np.maximum(error, off)
         elif isinstance(module, nn.MaxPool2d):
             wide = np.pad(value, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-np.inf)
             height, width = value.shape[2:]
@@ -218,14 +297,46 @@ def scores(model: nn.Sequential, images: Tensor) -> tuple[np.ndarray, np.ndarray
     return value, error * 1e3 + 1e-14 * np.abs(value).max(1)
 
 
+def settled(layer: Equilibrium, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a layer of an exported graph would give after infinitely many steps."""
+    truth, injected = _in_graph(layer, value)
+    lower, upper = truth.enclose(injected)
+    with np.errstate(invalid="ignore"):
+        return ((lower + upper) / 2).reshape(value.shape), (upper - lower).max(1)
+
+
+def stopped(layer: Equilibrium, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What it gives in exact arithmetic, after its steps, or at its tolerance."""
+    truth, injected = _in_graph(layer, value)
+    z = truth.curve.value(injected + exact(layer.guess).ravel() if layer.guess.numel() else injected)
+    steps, tol = (layer.steps, 0.0) if isinstance(layer, FixedSteps) else (layer.max_steps, layer.tol)
+    going = np.ones(len(z), bool)
+    for _ in range(steps - 1):
+        new = np.where(going[:, None], truth.map(z, injected), z)
+        going &= ~(np.abs(new - z).max(1) < tol * np.abs(new).max(1))
+        z = new
+        if not going.any():
+            break
+    return z.reshape(value.shape), np.where(going & (tol > 0), np.inf, 0)  # nothing is said of what did not converge
+
+
+def _in_graph(layer: Equilibrium, value: np.ndarray) -> tuple[referee.Layer, np.ndarray]:
+    weight = exact(layer.weight)
+    matrix = weight if weight.ndim == 2 else referee.convolution(weight, value.shape[2:])
+    return referee.Layer(matrix, layer.activation.name), _injected(layer, value.reshape(len(value), -1))
+
+
+def _injected(layer: pcdeq.PcDEQ | Equilibrium, rows: np.ndarray) -> np.ndarray:
+    kind_one = layer.activation.name not in ("sigmoid", "hard-sigmoid")
+    return (referee.softplus(rows) if kind_one else np.maximum(rows, 0)) + np.longdouble(layer.floor)
+
+
 def _equilibrium(layer: pcdeq.PcDEQ, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     operator = layer.operator
     stored = (operator.weight_v, operator.weight_g) if operator.weight_norm else (operator.weight,)
     weight = referee.nonnegative(*(exact(parameter) for parameter in stored))
     matrix = weight if weight.ndim == 2 else referee.convolution(weight, value.shape[2:])
-    rows = value.reshape(len(value), -1)
-    kind_one = layer.activation.name not in ("sigmoid", "hard-sigmoid")
-    injected = (referee.softplus(rows) if kind_one else np.maximum(rows, 0)) + np.longdouble(layer.floor)
+    injected = _injected(layer, value.reshape(len(value), -1))
     lower, upper = referee.Layer(matrix, layer.activation.name).enclose(injected)
     with np.errstate(invalid="ignore"):
         return ((lower + upper) / 2).reshape(value.shape), (upper - lower).max(1)

@@ -10,7 +10,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hostile import claims, referee
+from hostile import claims, networks, referee
 from hostile.__main__ import SUBJECTS, Tally, command, run, run_case, table
 from hostile.claims import Score, quiet
 from hostile.generators import layer_case
@@ -149,7 +149,7 @@ class TestFinds:
             return replace(told, classes=1 - told.classes.clamp(max=1))
 
         monkeypatch.setattr(pcdeq, "certify", others)
-        found = failures(claims.about_a_network, 10)
+        found = failures(networks.about_a_network, 10)
         assert min(found["certificate"], found["certificate with radius"]) > 5
 
     def test_rates_that_are_too_good(self, monkeypatch):
@@ -161,6 +161,11 @@ class TestFinds:
 
         monkeypatch.setattr(pcdeq.PcDEQ, "rate", better)
         assert failures(claims.rates)["rate"] > 5
+
+    def test_bounds_of_exports_that_are_too_good(self, monkeypatch):
+        proved_error = networks.proved_error
+        monkeypatch.setattr(networks, "proved_error", lambda graph, rates: proved_error(graph, rates) / 10)
+        assert failures(networks.exports, 40)["export"] > 5
 
 
 class TestRunner:

@@ -98,9 +98,10 @@ class Solution:
     Attributes:
         value: the last value of the map, ``(samples, *state)``.
         steps: steps taken by each sample, (samples,); a step from 0 counts although it needs no product.
-        residual: the relative residual ‖g(z) - z‖ / ‖g(z)‖ at which each sample stopped. A small residual
-            is not a small error (ReLU6, W = 0.999, x = 0.001 stops at 1e-4 with an error of 9 %): for that
-            there is `pcdeq.Certified`, with which this is the proved bound on ‖z - z*‖ / ‖z‖.
+        residual: the relative residual ‖g(z) - z‖ / ‖g(z)‖ at which each sample stopped; from a layer's ``solve`` that
+            of the value itself. A small residual is not a small error (ReLU6, W = 0.999, x = 0.001 stops at 1e-4 with
+            an error of 9 %): for that there is `pcdeq.Certified`, with which this is the proved bound on the relative
+            error ‖z - z*‖ / ‖z‖.
         converged: which samples met the stopping rule, (samples,).
         summary: the same in three plain numbers.
         outcome: the worst outcome over the samples.

@@ -212,6 +212,16 @@ class TestRuns:
                     assert main([command, str(run.path)]) in (1, 2)
                 assert capsys.readouterr().err.count("\n") == 1
 
+    @pytest.mark.parametrize("odd", [{}, {"a": {}}, 1, True, "x", None, [1], [[]], [None, "x"], {"x": [1]}])
+    @pytest.mark.parametrize("key", ["command", "versions", "environment", "preprocessing", "image_shape", "config"])
+    def test_parts_of_a_configuration_that_are_something_else(self, run, key, odd):
+        told = json.loads((run.path / "config.json").read_text())
+        (run.path / "config.json").write_text(json.dumps(told | {key: odd}))
+        try:
+            assert load(run).channels == (8,)
+        except pcdeq.PcdeqError as error:
+            assert "\n" not in str(error)
+
     def test_a_text_without_end(self, run):
         with (run.path / "metrics.jsonl").open("wb") as file:
             file.truncate(8 * GIGABYTE)

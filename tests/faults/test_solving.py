@@ -128,3 +128,13 @@ class TestConverged:
             solution = layer.solve(torch.tensor([[7.0, -3.0], [7.0, 7.0]]), solver=pcdeq.Picard(tol=1e-6, max_steps=3))
         assert solution.converged.tolist() == [False, True]
         assert (solution.steps <= 3).all() and solution.outcome is pcdeq.Outcome.MAX_STEPS
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_a_certified_solve_goes_on_while_small_components_grow_beside_large_ones(samples):
+    """Its residual is 0 in float32 for ten steps and more, and no bound can be proved while they last."""
+    layer = pcdeq.PcDEQLinear(2, "hard-tanh", weight_norm=False, solver=pcdeq.Certified(pcdeq.Anderson(tol=1e-3)))
+    layer.operator.weight.data = torch.tensor([[10.0, 0.0], [0.0, 10.0]])
+    solution = layer.solve(torch.tensor([[3.0, -5.4]]).expand(samples, 2))
+    assert solution.converged.all() and (solution.steps <= 200).all()
+    torch.testing.assert_close(solution.value, torch.ones(samples, 2))

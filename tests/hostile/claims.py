@@ -93,7 +93,7 @@ def enclosures(score: Score, rng: Rng, case: Case, truth: tuple, name: str) -> N
 
 def solves(score: Score, rng: Rng, case: Case, truth: tuple, name: str) -> None:
     """Converged answers: the residual of what is returned is below tol, up to rounding; and where plain torch, with the
-    same solver, comes within 10 tol of z*, they do not end further than 100 tol from it."""
+    same solver, comes within 10 tol of z*, they do not end further than 100 tol from it, but for `_rule_ends_far`."""
     tol = float(10 ** rng.uniform(-6, -2))
     kinds = (pcdeq.Anderson, pcdeq.Anderson, pcdeq.Picard, pcdeq.Newton)
     solver = kinds[int(rng.integers(len(kinds)))](tol=tol, max_steps=500)
@@ -113,7 +113,28 @@ def solves(score: Score, rng: Rng, case: Case, truth: tuple, name: str) -> None:
     known = np.isfinite(truth[1]).all(1) & plain.converged.numpy()
     far = _norm(z - middle) > 100 * tol * _norm(middle)
     near = known & (_norm(case.flat(plain.value) - middle) <= 10 * tol * _norm(middle))
-    score.add("converged: as plain torch", converged & known, far & near, f"{name} {solver}")
+    wrong = converged & far & near
+    excused = np.zeros_like(wrong)
+    excused[wrong] = _rule_ends_far(case, truth, tol, wrong)
+    score.add("converged: as plain torch", converged & known & ~excused, wrong, f"{name} {solver}")
+    score.add("converged: excused, as exact plain iteration ends far, too", excused, False)
+
+
+def _rule_ends_far(case: Case, truth: tuple, tol: float, which: np.ndarray) -> np.ndarray:
+    """Whether plain iteration in long double, from g(0) by the same rule and tol, ends further than 100 tol from z*.
+
+    There the rule itself is met far from z*, in exact arithmetic (W = 1, hard-tanh: z grows by x a step, whatever its
+    size), and where an accelerated solve ends is decided by the last digit of its secants: an answer near z* is luck.
+    """
+    x, middle = case.injected[which], (truth[0] + truth[1])[which] / 2
+    z, going = case.truth.curve.value(x), np.ones(int(which.sum()), bool)
+    for _ in range(100_000):
+        new = np.where(going[:, None], case.truth.map(z, x), z)
+        going &= ~(_norm(new - z) < tol * _norm(new))
+        z = new
+        if not going.any():
+            break
+    return ~going & (_norm(z - middle) > 100 * tol * _norm(middle))
 
 
 def _norm(values: np.ndarray) -> np.ndarray:

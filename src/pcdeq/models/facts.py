@@ -107,8 +107,10 @@ def _certified(folder: Path, epoch: int | None) -> str | None:
     return None
 
 
-def _command(arguments: list[str]) -> str | None:
-    """The command line of a run as others would type it; None if the run was not started by one."""
+def _command(arguments: Any) -> str | None:
+    """The command line of a run as others would type it; None if the run was not started by one, or says none."""
+    if not isinstance(arguments, list) or not all(isinstance(argument, str) for argument in arguments):
+        return None
     if not arguments or Path(arguments[0]).stem not in ("pcdeq", "__main__"):
         return None
     kept, rest = ["pcdeq"], iter(arguments[1:])

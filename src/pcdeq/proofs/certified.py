@@ -23,6 +23,8 @@ from pcdeq.solvers.solver import require_solver
 Question = Callable[[Enclosure], Tensor]
 # The first tolerance at which `solve_until` looks.
 COARSEST = 1e-1
+# So many plain steps are taken before the next proof is tried, and then twice as many each time.
+PLAIN_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def solve_to_bound(solver: Solver, problem: Problem, distance: Callable[[Tensor]
 
     Residual and error differ by a factor that only the bound reveals, so the residual's tolerance is tightened by what
     was missing until the bound is met or the steps are used up, each sample by itself: what is proved is kept, and
-    neither a sample that is not a number nor one that is out of steps ends the others.
+    neither a sample that is not a number nor one that is out of steps ends the others. Residuals too small for their
+    dtype tell nothing of components that still grow beside large ones: from there on plain steps are taken.
     """
     inner = solver.with_options(throw=False)
     solution = run(problem, inner)
@@ -99,13 +102,39 @@ def solve_to_bound(solver: Solver, problem: Problem, distance: Callable[[Tensor]
         converged = bound < solver.tol
         going = ~(converged | bound.isnan()) & (steps < solver.max_steps)
         if inner.tol <= finest or not bool(going.any()):
-            return _with_proofs(Solution.of(value, steps, bound, converged), solution.outcome)
+            value, steps, bound = _creep(problem.fn, value, steps, bound, going, solver, distance)
+            return _with_proofs(Solution.of(value, steps, bound, bound < solver.tol), solution.outcome)
         missing = float((bound[going] / solver.tol).clamp(2.0, 100.0).max())
         inner = inner.with_options(tol=max(inner.tol / missing, finest))
         solution = run(problem.continued(value, int(steps[going].max())), inner)
         value = torch.where(per_sample(going, value), solution.value, value)
         steps = torch.where(going, solution.steps, steps)
         bound = torch.where(going, _relative(distance(value), value), bound)
+
+
+def _creep(
+    fn: Callable[[Tensor], Tensor],
+    value: Tensor,
+    steps: Tensor,
+    bound: Tensor,
+    going: Tensor,
+    solver: Solver,
+    distance: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, steps and bound after plain steps of the samples that go on, until proved, at rest, or out of steps."""
+    point, count = value, PLAIN_STEPS
+    going = going & (steps + count <= solver.max_steps)
+    while bool(going.any()):
+        before = point
+        for _ in range(count):
+            point = fn(point)
+        steps, count = torch.where(going, steps + count, steps), 2 * count
+        found = _relative(distance(point), point)
+        better = going & (found < bound)
+        value, bound = torch.where(per_sample(better, value), point, value), torch.where(better, found, bound)
+        moved = (point != before).flatten(1).any(1)
+        going = going & moved & (bound >= solver.tol) & (steps + count <= solver.max_steps)
+    return value, steps, bound
 
 
 def _relative(error: Tensor, value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pcdeq.errors import UsageError
 from pcdeq.models import Preprocessing, load_reference
 from pcdeq.proofs.precision import full_precision
 
+SMALL = nn.Sequential(pcdeq.PcDEQLinear(4), nn.Linear(4, 2)).eval()
 GREY = Preprocessing(mean=(0.5,), std=(0.25,), classes=("0", "1"))
 
 
@@ -24,6 +25,12 @@ GREY = Preprocessing(mean=(0.5,), std=(0.25,), classes=("0", "1"))
         (lambda: pcdeq.PcDEQLinear(4, "Hard_Tanh"), "did you mean hard-tanh?"),
         (lambda: pcdeq.PcDEQLinear(4, "ReLU"), "relu6 is its concave, bounded form"),
         (lambda: pcdeq.PcDEQLinear(4)(np.zeros((2, 4))), "must be a tensor, got ndarray; torch.as_tensor makes one"),
+        (lambda: pcdeq.PcDEQLinear(4).solve([0.0] * 4), "must be a tensor, got list; torch.as_tensor makes one"),
+        (lambda: pcdeq.PcDEQLinear(4).enclose(np.zeros((2, 4))), "must be a tensor, got ndarray"),
+        (lambda: pcdeq.PcDEQLinear(4)(torch.zeros(2, 4).to(torch.float8_e4m3fn)), "use x.float()"),
+        (lambda: pcdeq.PcDEQLinear(4).solve(torch.ones(2, 4).to_sparse()), "use x.to_dense()"),
+        (lambda: pcdeq.certify(SMALL, np.zeros((2, 4))), "must be a tensor of some images, got ndarray"),
+        (lambda: pcdeq.certify(SMALL, torch.tensor(1.0)), "must be a tensor of some images, got one number"),
         (lambda: pcdeq.fixed_point(torch.cos, torch.zeros(2), solver="picard"), "got 'picard'"),
         (lambda: pcdeq.build("pcdeq-1-mc-relu6", data="mnst"), "unknown data set 'mnst'; did you mean mnist?"),
         (lambda: pcdeq.build("pcdeq-1-mc-relu6", data="imagenet"), "give image_shape"),

@@ -201,6 +201,7 @@ class PcDEQ(SolvingLayer):
         [True]
         """
         chosen: AnySolver = self.solver if solver is None else solver
+        require_tensor(x, "the input")
         with no_autocast(x.device.type):
             equation = self.equation(x)
             guess = self._guess(equation)
@@ -294,12 +295,16 @@ class PcDEQ(SolvingLayer):
     def _as_samples(self, x: Tensor) -> Tensor:
         """The input, checked, as (samples, *state)."""
         operator = self.operator
+        if type(x) is not Tensor:
+            require_tensor(x, "the input")
         if x.ndim < operator.state_ndim:
             raise UsageError(
                 f"one sample has {operator.state_ndim} dimensions but the input has shape {tuple(x.shape)}"
             )
-        if not x.is_floating_point():
+        if not x.is_floating_point() or x.dtype.itemsize < 2:  # torch has no sums of numbers of 8 bits
             raise UsageError(f"the input must be a floating point tensor, got {x.dtype}; use x.float()")
+        if x.layout is not torch.strided:
+            raise UsageError(f"the input must be a dense tensor, got {x.layout}; use x.to_dense()")
         if x.device != operator.device:
             raise UsageError(f"the layer is on {operator.device} but its input is on {x.device}; move one")
         operator.check_input(x)

@@ -101,6 +101,9 @@ def certify(
     if model.training:
         raise UsageError("certify wants a network in evaluation mode: call model.eval() first")
     layers, classifier = split_classifier("certify", model)
+    if not isinstance(images, Tensor) or not images.ndim:
+        got = "one number" if isinstance(images, Tensor) else type(images).__name__
+        raise UsageError(f"images must be a tensor of some images, got {got}; torch.as_tensor and unsqueeze make one")
     if not images.is_floating_point():
         raise UsageError(f"images are {images.dtype} pixels; the network takes model.preprocessing(images)")
     if limits is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
 from pcdeq.kernels import binding
 from pcdeq.solvers import Problem, run
+from pcdeq.solvers.loop import _WatchFromAfar
 from pcdeq.testing import SolverConformance
+from pcdeq.testing.counting import as_on_accelerator
 
 SOLVERS = {
     "picard": pcdeq.Picard,
@@ -480,6 +483,27 @@ class TestNeighbours:
             alone = layer.solve(x[i : i + 1]).value[0]
             # Both lie in the enclosure of the same fixed point, so they differ by no more than twice its width.
             assert ((alone - together[i]).abs() <= 2 * box.width[i] + 1e-6 * together[i]).all()
+
+    @pytest.mark.parametrize("around", [nullcontext, as_on_accelerator], ids=["at hand", "from afar"])
+    @pytest.mark.parametrize("lost", [float("nan"), 1e-200, 1e200], ids=["NaN", "tiny", "huge"])
+    @pytest.mark.parametrize("solver", ["picard", "anderson", "anderson-3"])
+    def test_one_that_is_lost_or_measured_otherwise_changes_no_bit(self, solver, lost, around):
+        """Norms of such a sample under- or overflow or are none, which was a matter of the whole batch."""
+        matrix = 0.16 * torch.rand(6, 6, generator=torch.manual_seed(0), dtype=torch.float64)
+        offset = torch.randn(5, 6, generator=torch.manual_seed(1), dtype=torch.float64)
+
+        def solve(offset):
+            _WatchFromAfar.ended.clear()  # so that it looks after the first steps
+            problem = Problem(lambda z: z @ matrix.T + offset, offset)
+            with around(), warnings.catch_warnings(action="ignore"):
+                return run(problem, SOLVERS[solver](tol=1e-10, max_steps=40))
+
+        clean, neighbours = solve(offset), [0, 1, 3, 4]
+        offset[2] *= lost
+        beside = solve(offset)
+        for name in ("value", "steps", "residual", "converged"):
+            assert torch.equal(getattr(clean, name)[neighbours], getattr(beside, name)[neighbours])
+        assert bool(beside.converged[2]) == (lost == lost)
 
     def test_gradients_too(self):
         layer = make_layer("conv2d", "tanh", gain=1.0, solver=pcdeq.Anderson(tol=1e-12))

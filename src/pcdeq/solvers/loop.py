@@ -5,8 +5,8 @@ residual and its value is put aside then, so that what else is in the batch chan
 there is one norm for all.
 
 Norms are taken in the problem's own dtype, where squares of small numbers are 0 and those of large ones infinite. A
-residual is called small only where neither can have happened; where it may have, each sample is measured by its
-largest component from then on. So a solve is the same for data of any scale, and 0 is an answer.
+residual is called small only where neither can have happened; a sample where it may have is measured by its largest
+component from then on, and no other. So a solve is the same for data of any scale, and 0 is an answer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FIRST_LOOK, LOOK_EVERY = 4, 3
 # Batches of fewer numbers than this are solved as a whole; of larger ones, what is done is left out.
 WORTH_SHRINKING = 32_768
 MOST_REMEMBERED = 256
-# Bounds between which a norm is what it seems; of the careful ones all are.
-EVERY_NORM = (-1.0, torch.inf)
+# A bound above which a norm is what it seems: of the careful ones all are.
+EVERY_NORM = -1.0
 
 
 def run(problem: Problem, solver: Solver) -> Solution:
@@ -72,6 +72,7 @@ class _Watch:
         self.tol, self.batch = solver.tol, solver.stop == "batch"
         self.norm: Norm = _norm_of_all if self.batch else _norm_of_each
         self.sure = _sure_norms(like)
+        self.careful: Numbers = np.zeros(samples, bool)  # which are measured by their largest component
         self.samples: Numbers = np.arange(samples)  # that the solve goes on with
         self.active: Numbers = np.ones(samples, bool)  # those of them that are not done
         self.converged: Numbers = np.zeros(samples, bool)
@@ -90,9 +91,11 @@ class _Watch:
         self.relative = length / size
         near = ~(self.relative >= self.tol) & self.active  # or not a number
         if near.any():
-            if not _is_sure(length, size, self.tol, *self.sure)[near].all():
-                return self._measure_again(state, count)
-            self._take_down(near, state.value, count, converged=True)
+            smallest, largest = self.sure
+            sure = np.where(self.careful, EVERY_NORM, smallest), np.where(self.careful, np.inf, largest)
+            doubtful = near & ~_is_sure(length, size, self.tol, *sure)
+            self._take_down(near & ~doubtful, state.value, count, converged=True)
+            return self._measure_again(state, doubtful, count) if doubtful.any() else state
         return state
 
     def _look_at_all(self, state: State, relative: Numbers, count: int) -> State:
@@ -103,17 +106,24 @@ class _Watch:
             self._take_down(self.active, state.value, count, converged=False)  # one lost sample makes every norm NaN
         return state
 
-    def _measure_again(self, state: State, count: int) -> State:
-        """Take down what is done by norms that cannot under- or overflow, from now on; give up what is lost."""
-        self.norm, self.sure = careful_norm_of_each, EVERY_NORM
-        measured = self.norm(state.residual)
-        length, size = numbers(measured), numbers(self.norm(state.value))
-        self.relative = np.where(length == 0, 0, length / size)
-        self._take_down(self.active & (self.relative < self.tol), state.value, count, converged=True)
+    def _measure_again(self, state: State, doubtful: Numbers, count: int) -> State:
+        """Take down which of these are done by norms that cannot under- or overflow, or lost; others keep theirs."""
+        measured = _norm_with_care(torch.from_numpy(doubtful), state.residual, state.length)
+        length, size = numbers(measured), numbers(careful_norm_of_each(state.value))
+        self.relative = np.where(doubtful, np.where(length == 0, 0, length / size), self.relative)
+        self._take_down(doubtful & (self.relative < self.tol), state.value, count, converged=True)
         # Not so a sample whose value is infinite but whose next point is not: a proposal that was refused.
         lost = ~numbers(state.point.isfinite().flatten(1).all(1))
-        self._take_down(self.active & lost, state.value, count, converged=False)
+        self._take_down(doubtful & self.active & lost, state.value, count, converged=False)
+        self._measure_carefully(self.careful | (doubtful & self.active))
         return state._replace(length=measured)  # the next step compares it with one of these norms
+
+    def _measure_carefully(self, which: Numbers) -> None:
+        """Measure these, and only these, by their largest component from now on."""
+        self.careful = which
+        if which.any():
+            chosen = torch.from_numpy(which)
+            self.norm = lambda z: _norm_with_care(chosen, z, _norm_of_each(z))
 
     def _take_down(self, which: Numbers, value: Tensor, count: int, *, converged: bool) -> None:
         rows = which.nonzero()[0]
@@ -140,6 +150,7 @@ class _Watch:
         if part is None:
             return problem, state
         self.samples, self.relative, self.active = self.samples[rows], self.relative[rows], self.active[rows]
+        self._measure_carefully(self.careful[rows])
         return problem.select(chosen), part
 
     def solution(self, value: Tensor, count: int) -> Solution:
@@ -167,10 +178,10 @@ class _WatchFromAfar:
     def __init__(self, solver: Solver, like: Tensor, free_steps: int) -> None:
         self.tol, self.batch, self.last = solver.tol, solver.stop == "batch", solver.max_steps
         self.norm: Norm = _norm_of_all if self.batch else _norm_of_each
-        self.sure = EVERY_NORM if self.batch else _sure_norms(like)
+        self.smallest: float | Tensor = EVERY_NORM if self.batch else _sure_norms(like)[0]  # that is what it seems
         self.least = -1.0 if self.batch else 0.0  # a relative residual of 0 may be due to an infinite value
         self.active = torch.ones(like.shape[:1], dtype=torch.bool, device=like.device)
-        self.lost = ~self.active
+        self.lost = self.careful = ~self.active
         self.before, self.taken = (
             0,
             torch.zeros_like(self.active, dtype=torch.int64),
@@ -187,7 +198,7 @@ class _WatchFromAfar:
         size = self.norm(state.value)
         size = size + PAPER_GUARD if self.batch else size
         # Sure in the same sense as in `_is_sure`: no less than underflow may have hidden.
-        relative = state.length.clip(min=self.sure[0]) / size
+        relative = state.length.clip(min=self.smallest) / size
         going, active = self.active, per_sample(self.active, state.value)
         if self.value is None:
             self.before, self.value = count - 1, state.value
@@ -197,14 +208,14 @@ class _WatchFromAfar:
         self.active = going > ((relative < self.tol) & (relative > self.least))
         if count >= self.next_look or count == self.last:
             # Not a number, or so small that it may be none.
-            doubtful = ~(relative >= self.tol) | (state.length <= self.sure[0])
+            doubtful = ~(relative >= self.tol) | (state.length <= self.smallest)
             state = self._ask(state, self.active & doubtful, count)
         return state
 
     def _ask(self, state: State, doubtful: Tensor, count: int) -> State:
         self.next_look = count + LOOK_EVERY
         if self._read(doubtful):
-            state = self._measure_again(state)
+            state = self._measure_again(state, doubtful)
             self._read(doubtful)
         if not self.goes_on and not self.summary.unconverged:
             if len(self.ended) > MOST_REMEMBERED:
@@ -221,18 +232,20 @@ class _WatchFromAfar:
         self.goes_on, self.summary = bool(active), Summary(int(told[0]), self.before + int(told[1]), told[2])
         return bool(doubt)
 
-    def _measure_again(self, state: State) -> State:
+    def _measure_again(self, state: State, doubtful: Tensor) -> State:
         """As in `_Watch`."""
         finite = state.point.isfinite()
         if self.batch:
             self.lost, self.active = self.lost | (self.active & ~finite.all()), self.active & finite.all()
             return state
-        self.norm, self.sure = careful_norm_of_each, EVERY_NORM
+        self.careful = careful = self.careful | doubtful
+        self.norm = lambda z: _norm_with_care(careful, z, _norm_of_each(z))
         length, size = self.norm(state.residual), self.norm(state.value)
+        self.smallest = torch.where(careful, torch.full_like(length, EVERY_NORM), self.smallest)
         relative = torch.where(length == 0, 0.0, length / size)
-        self.residual = torch.where(self.active, relative, self.residual)
-        self.active = self.active & ~(relative < self.tol)
-        lost = self.active & ~finite.flatten(1).all(1)
+        self.residual = torch.where(doubtful, relative, self.residual)
+        self.active = self.active & ~(doubtful & (relative < self.tol))
+        lost = doubtful & self.active & ~finite.flatten(1).all(1)
         self.lost, self.active = self.lost | lost, self.active & ~lost
         return state._replace(length=length)
 
@@ -258,7 +271,7 @@ def _sure_norms(z: Tensor) -> tuple[float, float]:
     return 1e4 * facts.tiny**0.5, facts.max**0.5
 
 
-def _is_sure(length: Numbers, size: Numbers, tol: float, smallest: float, largest: float) -> Numbers:
+def _is_sure(length: Numbers, size: Numbers, tol: float, smallest: Numbers, largest: Numbers) -> Numbers:
     """Whether a residual is small for certain: it or what underflow may have hidden, and the value did not overflow."""
     return (length.clip(min=smallest) < tol * size) & (size < largest)
 
@@ -279,6 +292,11 @@ def careful_norm_of_each(z: Tensor) -> Tensor:
     peak = z.abs().amax(1)
     norm = peak * torch.linalg.vector_norm(z / (peak + (peak == 0))[:, None], dim=1)
     return torch.where(peak.isinf(), torch.inf, norm)
+
+
+def _norm_with_care(careful: Tensor, z: Tensor, norm: Tensor) -> Tensor:
+    """The norm of each sample, of some of them the careful one."""
+    return torch.where(careful, careful_norm_of_each(z), norm)
 
 
 def _constant(z: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from problems import ACTIVATIONS, FACTS
 
 import pcdeq
-from pcdeq.activations import as_activation
+from pcdeq.activations import as_activation, overwrite
 from pcdeq.errors import UsageError
 
 
@@ -265,3 +265,17 @@ def test_the_rate_of_log1p_above_large_floors(floor):
     elasticity = y / ((1 + floor + y) * np.log1p(floor + y))
     assert as_activation("log1p").rate(floor) >= elasticity.max() * (1 - 1e-15)
     assert as_activation("log1p").rate(floor) == pytest.approx(elasticity.max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_value_in_the_memory_of_its_argument_is_the_value(name, dtype):
+    """Also of the tiniest and the largest arguments, and never falling: pcDEQ-1 lives on the relative size of z."""
+    activation, limits = as_activation(name), torch.finfo(dtype)
+    ends = torch.tensor([0.0, limits.max], dtype=dtype)
+    y = torch.cat([ends[:1], torch.logspace(-30, 3, 20_001, dtype=dtype), ends[1:]])
+    expected = activation.value(y)
+    found = overwrite(activation, y.clone())
+    torch.testing.assert_close(found, expected, rtol=4 * limits.eps, atol=0)
+    assert bool((found <= activation.supremum).all())
+    assert bool((found.diff() >= -2 * limits.eps * found[1:]).all())

@@ -25,6 +25,7 @@ from pcdeq.errors import UsageError
 TensorMap = Callable[[Tensor], Tensor]
 # What a rate found on a grid may be below the true one, of its size: the grid's last step squared, and rounding.
 ROUNDED_UP = 1e-13
+SLOW_TANH = frozenset(("cpu",))  # devices on which four simple passes are quicker than one of torch's tanh
 ROUNDINGS = 16  # of its result, by which an evaluation of s may be off where something is proved
 
 
@@ -253,9 +254,17 @@ for _activation in (
     ACTIVATIONS[_activation.name] = _activation
 
 
+def _overwrite_with_tanh(y: Tensor) -> Tensor:
+    """-e / (2 + e) for e = exp(-2y) - 1, y >= 0: half the time of torch's tanh on a CPU, as exact near 0."""
+    if y.device.type not in SLOW_TANH:
+        return y.tanh_()
+    e = y.mul_(-2).expm1_()
+    return e.div_(torch.rsub(e, -2))
+
+
 # The same in the memory of the argument, which a solve need not keep.
 _OVERWRITING: dict[str, TensorMap] = {
-    "tanh": torch.tanh_,
+    "tanh": _overwrite_with_tanh,
     "softsign": lambda y: y.div_(1 + y),
     "relu6": lambda y: y.clamp_(max=6.0),
     "sigmoid": torch.sigmoid_,

@@ -13,7 +13,7 @@ from pcdeq.errors import UsageError
 from pcdeq.kernels.binding import Form
 from pcdeq.operators import LinearMap
 from pcdeq.solvers import Problem
-from pcdeq.solvers.numbers import at_hand, numbers
+from pcdeq.solvers.numbers import at_hand, numbers, rows
 from pcdeq.solvers.problem import ANYWHERE
 
 # Newton's method makes one matrix of this many rows per sample.
@@ -41,7 +41,9 @@ class Equation:
 
     def select(self, samples: Tensor) -> Equation:
         """The equation for some of the samples."""
-        return self if samples.dtype != torch.bool and len(samples) == len(self.x) else replace(self, x=self.x[samples])
+        if samples.dtype is torch.bool:
+            return replace(self, x=self.x[samples])
+        return self if len(samples) == len(self.x) else replace(self, x=rows(self.x, samples))
 
     def at_zero(self) -> Tensor:
         """g(0) = s(x): a lower bound of z*, and the first Picard step, without a product."""
@@ -135,7 +137,9 @@ class Adjoint:
     grad: Tensor
 
     def __call__(self, u: Tensor) -> Tensor:
-        return torch.addcmul(self.at_zero, self.slope, self.pull(u))
+        pulled = self.pull(u)
+        own = self.map.kind is not None and not torch.is_grad_enabled()
+        return torch.addcmul(self.at_zero, self.slope, pulled, out=pulled if own else None)
 
     @cached_property
     def at_zero(self) -> Tensor:
@@ -144,7 +148,7 @@ class Adjoint:
 
     def select(self, samples: Tensor) -> Adjoint:
         """The equation for some of the samples."""
-        return replace(self, slope=self.slope[samples], grad=self.grad[samples])
+        return replace(self, slope=rows(self.slope, samples), grad=rows(self.grad, samples))
 
     def pull(self, u: Tensor) -> Tensor:
         """Wᵀu."""
@@ -162,18 +166,19 @@ class Adjoint:
         """The same in y = Wᵀu + v, u = Dy, started at v: what the paper iterates."""
         return Problem(lambda y: self.pull(self.slope * y) + self.grad, self.grad)
 
-    def scaled(self) -> tuple[Adjoint, Tensor | float]:
+    def scaled(self) -> tuple[Adjoint, Tensor | None]:
         """The equation for a v of about 1 in each sample, and the factor that takes its solution back.
 
         The equation is linear, so nothing changes but that numbers near the ends of the floating point range are kept
-        away from them; a power of 2 rounds nothing. Where all are far from the ends, it is the equation as it is.
+        away from them; a power of 2 rounds nothing. Where all are far from the ends, it is the equation as it is,
+        without a factor.
         """
         dims = tuple(range(1, self.grad.ndim))
         if not self.grad.numel():
-            return self, 1.0
+            return self, None
         peak = torch.linalg.vector_norm(self.grad, ord=torch.inf, dim=dims, keepdim=True)
         if at_hand(peak) and bool(((found := numbers(peak)) > SMALLEST).all() and (found < LARGEST).all()):
-            return self, 1.0
+            return self, None
         exponent = torch.frexp(torch.nan_to_num(peak, nan=1.0, posinf=1.0)).exponent.clamp(-126, 126)
         factor = torch.ldexp(torch.ones_like(peak), exponent)
         return replace(self, grad=self.grad / factor), factor

@@ -105,7 +105,7 @@ def solve_adjoint(adjoint: Adjoint, solver: AnySolver) -> Solution:
         return solution.with_value(adjoint.slope * solution.value)
     scaled, factor = adjoint.scaled()
     solution = solver.solve_adjoint(scaled) if isinstance(solver, Certified) else run(scaled.problem(), solver)
-    return solution.with_value(solution.value * factor)
+    return solution if factor is None else solution.with_value(solution.value * factor)
 
 
 def require_tensor(x: object, name: str) -> None:

@@ -296,11 +296,11 @@ class TestTheBackwardIteration:
 class Hostile(pcdeq.Anderson):
     """Anderson's safeguard around proposals that mean harm."""
 
-    def propose(self, value, residual, length, kept, state, norm):
+    def propose(self, value, residual, length, kept, state, norm, *, reuse):
         attack = self.attack(value, residual, [(state.value, state.residual)])
         Hostile.asked += 1
         if attack is None:
-            return super().propose(value, residual, length, kept, state, norm)
+            return super().propose(value, residual, length, kept, state, norm, reuse=reuse)
         return torch.where(spread(kept, value), attack, state.value), kept
 
     def attack(self, value, residual, history):

@@ -11,7 +11,7 @@ from problems import ACTIVATIONS, make_input, make_layer
 import pcdeq
 from pcdeq.equation import Adjoint
 from pcdeq.solvers import Problem, run
-from pcdeq.solvers.loop import FIRST_LOOK, _WatchFromAfar
+from pcdeq.solvers.loop import FIRST_LOOK, _WatchFromAfar, careful_norm_of_each
 from pcdeq.testing import SolverConformance
 from pcdeq.testing.counting import Operations, as_on_accelerator
 from pcdeq.testing.shared import uniform
@@ -184,3 +184,36 @@ class TestLeavingOut:
         assert torch.equal(whole.converged, parts.converged)
         torch.testing.assert_close(parts.value, whole.value, rtol=1e-12, atol=0)
         torch.testing.assert_close(parts.residual, whole.residual, rtol=1e-4, atol=0)
+
+
+class TestMemory:
+    """The loop lets Anderson write over what it has made, and over nothing else."""
+
+    @pytest.mark.parametrize("way", ["forward", "backward"])
+    @pytest.mark.parametrize("kind", LAYERS)
+    @torch.no_grad()
+    def test_the_same_as_by_pure_steps(self, kind, way):
+        problem, solver = problems(kind, "tanh")[way], pcdeq.Anderson(tol=1e-15, max_steps=9)
+        start, state = problem.first(), None
+        before, point = start.clone(), start
+        for _ in range(9 - problem.steps):
+            state = solver.step(problem, state, point, careful_norm_of_each)
+            point = state.point
+        assert state is not None
+        found = run(problem.continued(start, problem.steps), solver).value
+        assert torch.equal(start, before)
+        torch.testing.assert_close(found, state.value, rtol=1e-13, atol=0)
+
+    @torch.no_grad()
+    def test_values_of_other_peoples_maps_are_left_alone(self):
+        values: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+
+        def remembering(z):
+            values.append(torch.cos(0.5 * z))
+            copies.append(values[-1].clone())
+            return values[-1]
+
+        run(Problem(remembering, torch.zeros(3, 2)), pcdeq.Anderson(tol=1e-6))
+        assert len(values) > 3
+        assert all(map(torch.equal, values, copies))

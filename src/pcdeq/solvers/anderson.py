@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.solvers.numbers import Numbers, library, numbers, spread
+from pcdeq.solvers.numbers import Numbers, alike, library, numbers, spread
 from pcdeq.solvers.problem import ANYWHERE, Problem
 from pcdeq.solvers.solver import Norm, Solver, State, pick
 
@@ -67,24 +67,37 @@ class Anderson(Solver):
         return self.decay if self.memory == 1 and self.stop == "sample" and type(self) is Anderson else None
 
     def step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        return self._step(problem, state, point, norm, reuse=False)
+
+    def step_on(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        # Values of the package's own maps lie in memory that is theirs alone; whose else's it may be is not known.
+        own = problem.form is not None and self.memory == 1 and type(self) is Anderson
+        return self._step(problem, state, point, norm, reuse=own and not torch.is_grad_enabled())
+
+    def _step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm, *, reuse: bool) -> State:
         value = problem.fn(point)
-        residual = value - point
-        length = norm(residual)
-        now = numbers(length)
         if state is None:
+            residual = value - point
+            length = norm(residual)
+            now = numbers(length)
             full = library(now).full_like
             never = full(now, torch.inf)
             guard = Safeguard(never, now, full(now, self.decay), now > never, never)
             return State(value, value, residual, length, guard)
-        guard: Safeguard = state.memory
+        # The first point is not the solve's own, the second is the first value.
+        residual = torch.sub(value, point, out=point if reuse and point is not state.value else None)
+        length = norm(residual)
+        now, guard = numbers(length), state.memory
         kept = now <= guard.limit
-        following, proposed = self.propose(value, residual, now, kept, state, norm)
+        following, proposed = self.propose(value, residual, now, kept, state, norm, reuse=reuse)
         if problem.box is None:  # a map of unknown structure: what was refused may be infinite
             following = torch.where(spread(kept, value), following, state.value)
         elif problem.box is not ANYWHERE:
             following.clamp_(*problem.box)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        older = ((state.value, state.residual), *guard.older)[: self.memory - 1]
-        return State(following, value, residual, length, self.watch(now, kept, proposed, guard)._replace(older=older))
+        guard = self.watch(now, kept, proposed, guard)
+        if self.memory > 1:
+            guard = guard._replace(older=((state.value, state.residual), *state.memory.older)[: self.memory - 1])
+        return State(following, value, residual, length, guard)
 
     def watch(self, length: Numbers, kept: Numbers, proposed: Numbers, guard: Safeguard) -> Safeguard:
         """The safeguard of the next point."""
@@ -97,29 +110,33 @@ class Anderson(Solver):
 
     @np.errstate(all="ignore")
     def propose(
-        self, value: Tensor, residual: Tensor, length: Numbers, kept: Numbers, state: State, norm: Norm
+        self, value: Tensor, residual: Tensor, length: Numbers, kept: Numbers, state: State, norm: Norm, *, reuse: bool
     ) -> tuple[Tensor, Numbers]:
         """The next point, and for which samples it is a proposal.
 
         Proposed is Σ aᵢ g(zᵢ) over the last points, with Σ aᵢ = 1 and ‖Σ aᵢ rᵢ‖ least, sample by sample. Where the last
-        point was not kept, the next one is the value before it, and where no proposal is of use, the plain step.
+        point was not kept, the next one is the value before it, and where no proposal is of use, the plain step. The
+        state is written over if its memory may be used again.
         """
-        past = ((state.value, state.residual), *state.memory.older)
-        changes = [residual - earlier for _, earlier in past]
-        if len(changes) > 1:
-            first, *rest = map(numbers, _least_squares(changes, residual))
+        older, rest = state.memory.older, []
+        if older:
+            before = (state.residual, *(earlier for _, earlier in older))
+            found = _least_squares([residual - earlier for earlier in before], residual)
+            first, *rest = (alike(one, length) for one in found)
             share = 1 - first
         else:
             # 1 - <r, d> / <d, d> for d = r - r', from three norms: none of them is squared, so none is lost.
-            before, span, rest = numbers(state.length), numbers(norm(changes[0])), []
+            change = torch.sub(residual, state.residual, out=state.residual if reuse else None)
+            before, span = alike(state.length, length), alike(norm(change), length)
             share = 0.5 - 0.5 * ((length - before) / span) * ((length + before) / span)
         # Coefficients of the earlier values that sum to 1 or more mean that residuals grow: far below z*, where the map
         # still expands and the secant points back to 0. The plain step is better there. A NaN, where nothing changed,
         # compares as false.
         proposed, xp = kept & (share > sum(rest)), library(length)
         # The share of the latest value also says how to go without a proposal: 1 is the plain step, 0 leads back.
-        following = torch.lerp(state.value, value, spread(xp.where(proposed, share, kept), value))
-        for coefficient, (earlier, _) in zip(rest, past[1:], strict=True):
+        shares = spread(xp.where(proposed, share, kept), value)
+        following = torch.lerp(state.value, value, shares, out=state.value if reuse else None)
+        for coefficient, (earlier, _) in zip(rest, older, strict=True):
             following += spread(xp.where(proposed, coefficient, 0.0), value) * (earlier - value)
         return following, proposed
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from pcdeq.kernels import binding
-from pcdeq.solvers.numbers import Numbers, at_hand, numbers
+from pcdeq.solvers.numbers import Numbers, at_hand, by_memory, numbers
+from pcdeq.solvers.numbers import rows as rows_of
 from pcdeq.solvers.problem import Problem, Solution, Summary, per_sample
 from pcdeq.solvers.solver import Norm, Solver, State
 
@@ -58,7 +59,7 @@ def run(problem: Problem, solver: Solver) -> Solution:
         watch.look(State(point, point, point, watch.norm(point)), count)
     while count < solver.max_steps and watch.goes_on:
         count += 1
-        state = watch.look(solver.step(problem, state, point, watch.norm), count)
+        state = watch.look(solver.step_on(problem, state, point, watch.norm), count)
         problem, state = watch.shrink(problem, solver, state)
         point = state.point
     return watch.solution(point if state is None else state.value, count)
@@ -70,7 +71,7 @@ class _Watch:
     def __init__(self, solver: Solver, like: Tensor) -> None:
         samples = len(like)
         self.tol, self.batch = solver.tol, solver.stop == "batch"
-        self.norm: Norm = _norm_of_all if self.batch else _norm_of_each
+        self.norm = self.usual_norm = _norm_of_all(like) if self.batch else _norm_of_each(like)
         self.sure = _sure_norms(like)
         self.careful: Numbers = np.zeros(samples, bool)  # which are measured by their largest component
         self.samples: Numbers = np.arange(samples)  # that the solve goes on with
@@ -85,7 +86,7 @@ class _Watch:
     @np.errstate(all="ignore")
     def look(self, state: State, count: int) -> State:
         """Take down what is done after so many steps; the state's length is measured again where it has to be."""
-        length, size = numbers(state.length), numbers(self.norm(state.value))
+        length, size = state.length.numpy(), self.norm(state.value).numpy()
         if self.batch:
             return self._look_at_all(state, length / (size + PAPER_GUARD), count)
         self.relative = length / size
@@ -108,8 +109,8 @@ class _Watch:
 
     def _measure_again(self, state: State, doubtful: Numbers, count: int) -> State:
         """Take down which of these are done by norms that cannot under- or overflow, or lost; others keep theirs."""
-        measured = _norm_with_care(torch.from_numpy(doubtful), state.residual, state.length)
-        length, size = numbers(measured), numbers(careful_norm_of_each(state.value))
+        measured = torch.where(torch.from_numpy(doubtful), careful_norm_of_each(state.residual), state.length)
+        length, size = measured.numpy(), careful_norm_of_each(state.value).numpy()
         self.relative = np.where(doubtful, np.where(length == 0, 0, length / size), self.relative)
         self._take_down(doubtful & (self.relative < self.tol), state.value, count, converged=True)
         # Not so a sample whose value is infinite but whose next point is not: a proposal that was refused.
@@ -122,8 +123,7 @@ class _Watch:
         """Measure these, and only these, by their largest component from now on."""
         self.careful = which
         if which.any():
-            chosen = torch.from_numpy(which)
-            self.norm = lambda z: _norm_with_care(chosen, z, _norm_of_each(z))
+            self.norm = _norm_with_care(torch.from_numpy(which), self.usual_norm)
 
     def _take_down(self, which: Numbers, value: Tensor, count: int, *, converged: bool) -> None:
         rows = which.nonzero()[0]
@@ -132,7 +132,8 @@ class _Watch:
         elif len(rows):
             # The first that are done are so while the solve goes on with all.
             self.value = torch.empty_like(value) if self.value is None else self.value
-            self.value[torch.from_numpy(self.samples[rows])] = value[torch.from_numpy(rows)]
+            part = rows_of(value, torch.from_numpy(rows))
+            by_memory(self.value).index_copy_(0, torch.from_numpy(self.samples[rows]), by_memory(part))
         samples = self.samples[rows]
         self.steps[samples], self.residual[samples], self.converged[samples] = count, self.relative[rows], converged
         self.active = self.active & ~which
@@ -177,7 +178,7 @@ class _WatchFromAfar:
 
     def __init__(self, solver: Solver, like: Tensor, free_steps: int) -> None:
         self.tol, self.batch, self.last = solver.tol, solver.stop == "batch", solver.max_steps
-        self.norm: Norm = _norm_of_all if self.batch else _norm_of_each
+        self.norm = self.usual_norm = _norm_of_all(like) if self.batch else _norm_of_each(like)
         self.smallest: float | Tensor = EVERY_NORM if self.batch else _sure_norms(like)[0]  # that is what it seems
         self.least = -1.0 if self.batch else 0.0  # a relative residual of 0 may be due to an infinite value
         self.active = torch.ones(like.shape[:1], dtype=torch.bool, device=like.device)
@@ -239,7 +240,7 @@ class _WatchFromAfar:
             self.lost, self.active = self.lost | (self.active & ~finite.all()), self.active & finite.all()
             return state
         self.careful = careful = self.careful | doubtful
-        self.norm = lambda z: _norm_with_care(careful, z, _norm_of_each(z))
+        self.norm = _norm_with_care(careful, self.usual_norm)
         length, size = self.norm(state.residual), self.norm(state.value)
         self.smallest = torch.where(careful, torch.full_like(length, EVERY_NORM), self.smallest)
         relative = torch.where(length == 0, 0.0, length / size)
@@ -276,14 +277,16 @@ def _is_sure(length: Numbers, size: Numbers, tol: float, smallest: Numbers, larg
     return (length.clip(min=smallest) < tol * size) & (size < largest)
 
 
-def _norm_of_each(z: Tensor) -> Tensor:
-    """The Euclidean norm of each sample, (samples,)."""
-    return torch.linalg.vector_norm(_constant(z), dim=tuple(range(1, z.ndim)), dtype=_dtype_of_norms(z))
+def _norm_of_each(like: Tensor) -> Norm:
+    """The Euclidean norm of each sample, (samples,), of tensors like this one."""
+    dims, dtype = tuple(range(1, like.ndim)), _dtype_of_norms(like)
+    return lambda z: torch.linalg.vector_norm(_constant(z), 2, dims, dtype=dtype)
 
 
-def _norm_of_all(z: Tensor) -> Tensor:
+def _norm_of_all(like: Tensor) -> Norm:
     """That of the whole batch, (1,)."""
-    return torch.linalg.vector_norm(_constant(z), dtype=_dtype_of_norms(z)).reshape(1)
+    dtype = _dtype_of_norms(like)
+    return lambda z: torch.linalg.vector_norm(_constant(z), dtype=dtype).reshape(1)
 
 
 def careful_norm_of_each(z: Tensor) -> Tensor:
@@ -294,9 +297,9 @@ def careful_norm_of_each(z: Tensor) -> Tensor:
     return torch.where(peak.isinf(), torch.inf, norm)
 
 
-def _norm_with_care(careful: Tensor, z: Tensor, norm: Tensor) -> Tensor:
+def _norm_with_care(careful: Tensor, usual: Norm) -> Norm:
     """The norm of each sample, of some of them the careful one."""
-    return torch.where(careful, careful_norm_of_each(z), norm)
+    return lambda z: torch.where(careful, careful_norm_of_each(z), usual(z))
 
 
 def _constant(z: Tensor) -> Tensor:

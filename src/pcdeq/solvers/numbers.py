@@ -29,6 +29,23 @@ def numbers(tensor: Tensor) -> Numbers:
     return tensor.numpy() if at_hand(tensor) else tensor
 
 
+def alike(tensor: Tensor, values: Numbers) -> Numbers:
+    """The tensor's numbers in the form of others, whose tensor was at hand or was not."""
+    return tensor if isinstance(values, Tensor) else tensor.numpy()
+
+
+def by_memory(states: Tensor) -> Tensor:
+    """A view in the order in which the numbers lie, be channels first or last, so that a sample is one piece."""
+    return states if states.is_contiguous() else states.movedim(1, -1)
+
+
+def rows(states: Tensor, samples: Tensor) -> Tensor:
+    """Some of the samples, in the same layout."""
+    if states.is_contiguous() or states.ndim < 3:
+        return states.index_select(0, samples)
+    return by_memory(states).index_select(0, samples).movedim(-1, 1)
+
+
 def library(values: Numbers) -> ModuleType:
     """numpy or torch; ``where``, ``minimum`` and ``maximum`` mean the same in both."""
     return torch if isinstance(values, Tensor) else np

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 from torch import Tensor
 
 from pcdeq.errors import UsageError
+from pcdeq.solvers.numbers import rows
 from pcdeq.solvers.problem import Problem
 
 StopRule = Literal["sample", "batch"]
@@ -83,6 +84,10 @@ class Solver:
         """Evaluate the map at the point, and say where to go next; there is no state before the first step."""
         raise NotImplementedError
 
+    def step_on(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        """The same step for the loop, which needs neither state nor point again: their memory may be used."""
+        return self.step(problem, state, point, norm)
+
     def select(self, state: State, samples: Tensor) -> State | None:
         """The state of some of the samples, by which a solve goes on with them alone; None: it goes on with all."""
         return None if state.memory != () else pick(state, samples)
@@ -100,7 +105,7 @@ class Solver:
 def pick(thing: Any, samples: Tensor) -> Any:
     """Some of the samples in each tensor and array of a tuple of tuples."""
     if isinstance(thing, Tensor):
-        return thing[samples]
+        return rows(thing, samples)
     if not isinstance(thing, tuple):
         return thing[samples.numpy()]
     parts = [pick(part, samples) for part in thing]

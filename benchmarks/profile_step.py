@@ -15,19 +15,20 @@ from pcdeq.models import equilibrium_layers
 STEPS = 10
 # What an operation is part of, by the beginning of its name; the first that fits counts.
 PARTS = {
-    "equilibria, forward": ("_Equilibrium", "pcdeq"),
+    "equilibria, forward": ("EquilibriumFunction", "pcdeq"),
     "convolutions": ("aten::mkldnn_convolution", "aten::_slow_conv2d", "aten::convolution_backward", "aten::thnn"),
     "batch norm": ("_BatchNorm", "aten::native_batch_norm", "aten::batch_norm"),
     "pooling": ("_MaxPool", "aten::max_pool", "aten::avg_pool", "aten::_max_pool"),
-    "activation": ("aten::tanh", "aten::softplus", "aten::clamp", "aten::sigmoid"),
+    "activation": ("aten::tanh", "aten::softplus", "aten::clamp", "aten::sigmoid", "aten::expm1", "aten::rsub"),
     "norms and sums": ("aten::linalg_vector_norm", "aten::norm", "aten::sum", "aten::_weight_norm"),
     "additions, copies": ("aten::add", "aten::sub", "aten::mul", "aten::copy_", "aten::clone", "aten::div"),
+    "next points, samples left out": ("aten::lerp", "aten::index"),
     "optimiser": ("Optimizer", "aten::_fused_adam", "aten::_foreach"),
 }
 
 
 def part_of(name: str) -> str:
-    if name.startswith("_EquilibriumBackward"):
+    if name.startswith("EquilibriumFunctionBackward"):
         return "equilibria, backward"
     return next((part for part, starts in PARTS.items() if name.startswith(starts)), "all else")
 
@@ -65,14 +66,15 @@ def main() -> None:
     torch.set_num_threads(2)
     case = Case("mc", "mnist", "tanh")
     batches, _ = batches_of(case.data)
-    contestants = {method: Contestant(method, case, batches) for method in ("hook", "pcdeq")}
+    contestants = {method: Contestant(method, case, batches) for method in ("hook", "without-c", "pcdeq")}
     times = interleave({method: c.train for method, c in contestants.items()}, 3.0)
     lines = [
         "# Where the time of a training step goes",
         "",
         "MC tanh, MNIST shape, batch 64, 2 threads, trained weights: `python benchmarks/profile_step.py`.",
         f"Machine: {machine()}. Milliseconds of a step by torch's profiler, which slows small operations down, before",
-        "(the authors' pattern, `hook`) and after.",
+        "(the authors' pattern, `hook`) and after, in plain torch (`without-c`, where what is left to the equilibria",
+        "themselves is Python and numpy) and with the C kernels (`pcdeq`).",
     ]
     parts = {method: shares(contestant) for method, contestant in contestants.items()}
     for method, found in parts.items():

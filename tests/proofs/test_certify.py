@@ -133,7 +133,8 @@ def test_float64_decides_what_float32_cannot(monkeypatch):
     lead = exact_logits(model, images)[0].topk(2).values
     assert 0 < float(lead[0] - lead[1]) < 1e-5
     assert pcdeq.certify(model, images).proved.all()
-    monkeypatch.setattr(certify_module, "ATTEMPTS", certify_module.ATTEMPTS[:1])
+    monkeypatch.setattr(certify_module, "BOXES", certify_module.BOXES[:1])
+    monkeypatch.setattr(certify_module, "BALLS", certify_module.BALLS[:1])
     assert not pcdeq.certify(model, images).proved.any()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -11,21 +12,48 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pcdeq.errors import UsageError
+from pcdeq.proofs.balls import Ball
+from pcdeq.proofs.folding import fold
 from pcdeq.proofs.intervals import Box, Limits
 from pcdeq.proofs.kinds import Linear
 from pcdeq.proofs.leads import are_cheap, linear_leads
-from pcdeq.proofs.network import require_features, split_classifier
+from pcdeq.proofs.network import all_layers, require_features, split_classifier
 from pcdeq.proofs.order import Enclosure
 from pcdeq.proofs.precision import full_precision
-from pcdeq.proofs.rules import Layer, enclose
+from pcdeq.proofs.rules import Layer, enclose, surround
 
+# The class of each image, and a lower bound of its lead.
+Decision = tuple[Tensor, Tensor]
 BoundKind = Literal["best", "intervals", "linear"]
 
-# float32 decides most images; for the rest bounds are computed in float64, at last around a tighter solve.
-ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))
-BATCH = 250
+# Without a radius of the images, balls decide: with a radius for each channel or for each place, in a dtype, about
+# solves to a tolerance. float32 does for networks of one equilibrium; through three of them rounding grows too much.
+BALLS = ((False, torch.float32, 1e-4), (False, torch.float64, 1e-6), (True, torch.float64, 1e-6))
+# Boxes for what is left, and for images with a radius, of which float32 is enough.
+BOXES = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))
+# Vectors at a time, images, so many to see what an attempt is worth, and so many for linear bounds.
+BATCH, IMAGES, PROBE, IMPROVED = 1000, 16, 32, 250
 # Distances in pixels, which go from 0 to 1, of a robustness curve.
 RADII = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
+
+
+@dataclass
+class Attempt:
+    """A way to decide classes, and what came of it."""
+
+    decide: Callable[[Tensor], Decision]
+    tried: int = 0
+    settled: int = 0
+
+    def __call__(self, images: Tensor) -> Decision:
+        classes, margin = self.decide(images)
+        self.tried, self.settled = self.tried + len(images), self.settled + int((margin > 0).sum())
+        return classes, margin
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it settles most of what it is given, as far as one can tell."""
+        return self.tried < PROBE or self.settled >= self.tried / 2
 
 
 class Scale(Protocol):
@@ -101,11 +129,7 @@ def certify(
     if model.training:
         raise UsageError("certify wants a network in evaluation mode: call model.eval() first")
     layers, classifier = split_classifier("certify", model)
-    if not isinstance(images, Tensor) or not images.ndim:
-        got = "one number" if isinstance(images, Tensor) else type(images).__name__
-        raise UsageError(f"images must be a tensor of some images, got {got}; torch.as_tensor and unsqueeze make one")
-    if not images.is_floating_point():
-        raise UsageError(f"images are {images.dtype} pixels; the network takes model.preprocessing(images)")
+    _require_floats(images)
     if limits is not None:
         limits = torch.as_tensor(limits[0]), torch.as_tensor(limits[1])
     reach = torch.as_tensor(radius, dtype=torch.float64)
@@ -115,15 +139,43 @@ def certify(
         raise UsageError(f"bounds must be 'best', 'intervals' or 'linear', got {bounds!r}")
     _try_out(model, images[:1])
     with parametrize.cached():
-        parts = []
-        for batch in (batch for batch in images.split(BATCH) if len(batch)):
-            part = _certify_batch(layers, classifier, batch, reach, limits)
-            if bool(reach.any()) and bounds != "intervals":
-                box = Box.of(batch.double(), reach, limits)
-                if bounds == "linear" or are_cheap(layers, box):
-                    part = _improve(part, model, layers, classifier, batch, box)
-            parts.append(part)
-        return Certificate.join(parts)
+        found = _settle(_attempts(layers, classifier, reach, limits), images, _at_a_time(layers))
+        if bool(reach.any()) and bounds != "intervals":
+            for part in torch.arange(len(images), device=images.device).split(IMPROVED):
+                box = Box.of(images[part].double(), reach, limits)
+                if len(part) and (bounds == "linear" or are_cheap(layers, box)):
+                    _improve(found, part, model, layers, classifier, images, box)
+    return Certificate(found.classes, found.margin > 0, found.margin)
+
+
+class CertifiedNetwork:
+    """A frozen network that answers with classes and proofs: what `pcdeq.freeze(model, certified=True)` gives.
+
+    It is made for calls of one image or many: what does not depend on the images was done when it was made.
+
+    >>> import torch, pcdeq
+    >>> network = pcdeq.freeze(pcdeq.build("pcdeq-1-l-tanh").eval(), certified=True)
+    >>> answer = network(torch.rand(3, 1, 28, 28))
+    >>> answer.classes.shape, answer.proved.tolist()
+    (torch.Size([3]), [True, True, True])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers, classifier = split_classifier("freeze(certified=True)", model)
+        self._attempts = _attempts(self._layers, classifier, torch.zeros(()), None)
+        self._known: set[tuple[torch.Size, torch.dtype]] = set()
+
+    @torch.no_grad()
+    @full_precision()
+    def __call__(self, images: Tensor) -> Certificate:
+        """The class of each image, and whether it is proved to be that of the exact network."""
+        _require_floats(images)
+        kind = images.shape[1:], images.dtype
+        if kind not in self._known:
+            _try_out(self._model, images[:1])
+            self._known.add(kind)
+        return _settle(self._attempts, images, _at_a_time(self._layers))
 
 
 def class_decided(rest: nn.Sequential, tol: float = 1e-4) -> Callable[[Enclosure], Tensor]:
@@ -167,6 +219,14 @@ def robustness_curve(
     return shares
 
 
+def _require_floats(images: object) -> None:
+    if not isinstance(images, Tensor) or not images.ndim:
+        got = "one number" if isinstance(images, Tensor) else type(images).__name__
+        raise UsageError(f"images must be a tensor of some images, got {got}; torch.as_tensor and unsqueeze make one")
+    if not images.is_floating_point():
+        raise UsageError(f"images are {images.dtype} pixels; the network takes model.preprocessing(images)")
+
+
 def _try_out(model: nn.Module, images: Tensor) -> None:
     """Refuse images that the network cannot take."""
     if not len(images):
@@ -179,57 +239,120 @@ def _try_out(model: nn.Module, images: Tensor) -> None:
         raise UsageError(f"the network does not take images of shape {shape}, {images.dtype}: {reason}") from error
 
 
-def _certify_batch(
-    layers: Sequence[Layer], classifier: Linear, images: Tensor, radius: Tensor, limits: Limits | None
-) -> Certificate:
+def _attempts(layers: Sequence[Layer], classifier: Linear, radius: Tensor, limits: Limits | None) -> list[Attempt]:
+    """Ways to decide classes, from cheap to thorough.
+
+    Noise of a given radius is far beyond rounding: balls are too wide for it, and more digits would not help.
+    """
+    boxes = [partial(_by_box, layers, classifier, radius, limits, dtype, tol) for dtype, tol in BOXES]
+    if bool(radius.any()):
+        return [Attempt(boxes[0])]
+    *folded, last = fold([*layers, classifier])
+    assert isinstance(last, Linear)
+    balls = (partial(_by_ball, folded, last, *how) for how in BALLS)
+    return [Attempt(decide) for decide in (*balls, *boxes[1:])]
+
+
+def _by_ball(
+    layers: Sequence[Layer], classifier: Linear, by_place: bool, dtype: torch.dtype, tol: float, images: Tensor
+) -> Decision:
+    ball = surround(layers, Ball.of(_laid_out(images), dtype, by_place), tol)
+    require_features(classifier, ball.centre)
+    return _decide(classifier, ball.centre.double(), ball.radius.expand_as(ball.centre).double(), ball.proved)
+
+
+def _by_box(
+    layers: Sequence[Layer],
+    classifier: Linear,
+    radius: Tensor,
+    limits: Limits | None,
+    dtype: torch.dtype,
+    tol: float,
+    images: Tensor,
+) -> Decision:
+    images = images.to(torch.promote_types(images.dtype, dtype))
+    images = _laid_out(images) if dtype == torch.float32 else images
+    return _margins(classifier, enclose(layers, Box.of(images, radius, limits).to(dtype), tol))
+
+
+def _laid_out(images: Tensor) -> Tensor:
+    """In the layout of the faster convolutions."""
+    return images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images
+
+
+def _at_a_time(layers: Sequence[Layer]) -> int:
+    """How many images to take at once: few where layers work on images, so that what they make lies in the cache."""
+    modules = [layer.module for layer in all_layers(layers)]
+    return IMAGES if any(isinstance(m, nn.Conv2d) or getattr(m, "dims", 1) > 1 for m in modules) else BATCH
+
+
+def _settle(attempts: Sequence[Attempt], images: Tensor, size: int) -> Certificate:
+    """The class of each image by the first attempt that settles it, so many images at a time.
+
+    An attempt that settles few is left out after a while.
+    """
     classes = torch.zeros(len(images), dtype=torch.int64, device=images.device)
     margin = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=images.device)
     left = torch.arange(len(images), device=images.device)
-    for dtype, tol in ATTEMPTS:
-        part = images[left].to(torch.promote_types(images.dtype, dtype))
-        if part.ndim == 4 and dtype == torch.float32:  # the faster convolutions
-            part = part.contiguous(memory_format=torch.channels_last)
-        box = enclose(layers, Box.of(part, radius, limits).to(dtype), tol)
-        classes[left], margin[left] = _margins(classifier, box)
+    for attempt in attempts:
+        whole = len(left) == len(images)
+        for start in range(0, len(left), size):
+            if attempt is attempts[-1] or attempt.is_worth_it:
+                part = slice(start, start + size) if whole else left[start : start + size]
+                classes[part], margin[part] = attempt(images[part])
         left = left[~(margin[left] > 0)]
-        # Noise of a given radius is far beyond rounding: more digits would not help.
-        if bool(radius.any()) or not len(left):
+        if not len(left):
             break
     return Certificate(classes, margin > 0, margin)
 
 
 def _improve(
-    found: Certificate, model: nn.Module, layers: Sequence[Layer], classifier: Linear, images: Tensor, box: Box
-) -> Certificate:
-    """The certificate with linear bounds of the images that are not proved."""
-    left = (~found.proved).nonzero()[:, 0]
+    found: Certificate,
+    part: Tensor,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    classifier: Linear,
+    images: Tensor,
+    box: Box,
+) -> None:
+    """Linear bounds for those of a part of the images that are not proved; ``box`` is that of the part."""
+    open_ = (~(found.margin[part] > 0)).nonzero()[:, 0]
+    left = part[open_]
     if not len(left):
-        return found
+        return
     classes = model(images[left].to(next(model.parameters()).dtype, copy=True)).argmax(1)
-    lead = linear_leads(layers, classifier, box.select(left), classes)
+    lead = linear_leads(layers, classifier, box.select(open_), classes)
     # A lead that is not proved says how much is missing: the larger number, the less.
-    better = left[lead > found.margin[left]]
-    found.classes[left], found.margin[better] = classes, lead[lead > found.margin[left]]
-    return Certificate(found.classes, found.margin > 0, found.margin)
+    found.classes[left], found.margin[left] = classes, torch.maximum(lead, found.margin[left])
 
 
-def _margins(classifier: Linear, box: Box) -> tuple[Tensor, Tensor]:
-    """The class of each sample and a lower bound of its lead, from the differences of scores.
-
-    A difference of two rows of the classifier varies less over the box than the two scores apart. In float64,
-    whose rounding is covered by a relative 1e-9 of all that is summed.
-    """
+def _margins(classifier: Linear, box: Box) -> Decision:
+    """The class of each sample and a lower bound of its lead, for features in a box."""
     require_features(classifier, box.lower)
     centre, reach = Box(box.lower.double(), box.upper.double(), box.proved).ball()
-    weight = classifier.module.weight.double()
-    bias = weight.new_zeros(len(weight)) if classifier.module.bias is None else classifier.module.bias
-    scores = centre @ weight.T + bias.double()
+    return _decide(classifier, centre, reach, box.proved)
+
+
+def _decide(classifier: Linear, centre: Tensor, reach: Tensor, proved: Tensor) -> Decision:
+    """The class of each sample and a lower bound of its lead, for features within reach of a centre.
+
+    In float64, whose rounding is covered by a relative 1e-9 of all that is summed. The scores of two classes vary at
+    most by what either does; a difference of two rows of the classifier varies less than the two apart, and takes
+    longer: it is for those who need it.
+    """
+    weight, bias, size = classifier.numbers()
+    scores = centre @ weight.T + bias
     classes = scores.argmax(1)
-    lead = scores.gather(1, classes[:, None]) - scores
-    rows = weight[classes][:, None] - weight  # (samples, classes, features)
-    size = centre.abs() @ weight.abs().T + bias.abs().double()
-    rounding = 1e-9 * (size + size.gather(1, classes[:, None]))
-    bound = lead - torch.einsum("scf,sf->sc", rows.abs(), reach) - rounding
-    bound.scatter_(1, classes[:, None], torch.inf)
-    bound = torch.where(box.proved, bound.amin(1), -torch.inf)
+    own = classes[:, None]
+    rounding = 1e-9 * (centre.abs() @ weight.abs().T + size)
+    lead = scores.gather(1, own) - scores - rounding - rounding.gather(1, own)
+    reach = reach * (1 + 1e-9)
+    varied = reach @ weight.abs().T
+    bound = (lead - varied - varied.gather(1, own)).scatter_(1, own, torch.inf)
+    close = (~(bound.amin(1) > 0)).nonzero()[:, 0]
+    if len(close):
+        rows = (weight[classes[close]][:, None] - weight).abs()  # (samples, classes, features)
+        varied = torch.einsum("scf,sf->sc", rows, reach[close])
+        bound[close] = (lead[close] - varied).scatter_(1, own[close], torch.inf)
+    bound = torch.where(proved, bound.amin(1), -torch.inf)
     return classes, torch.nan_to_num(bound, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

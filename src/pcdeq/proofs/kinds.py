@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,19 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from pcdeq.equation import Equation
+from pcdeq.injection import BETA
 from pcdeq.layers import PcDEQ
 from pcdeq.operations import solve_equation
+from pcdeq.operators import LinearMap
 from pcdeq.proofs import trusted
+from pcdeq.proofs.affine import Linear as Linear
+from pcdeq.proofs.balls import TINY, Ball, as_radius
+from pcdeq.proofs.channels import RADIUS, channel_sums, has_channels, surround_near
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
 from pcdeq.proofs.linear import Corners, Functional, join, split
 from pcdeq.proofs.order import SINGLE_PRECISION, Enclosure, enclose_near
 from pcdeq.proofs.relaxed import pull_relu
-from pcdeq.proofs.rules import Affine, Largest, Layer, PerChannel, Truncated, constant, kind
+from pcdeq.proofs.rules import Largest, Layer, Truncated, kind
 from pcdeq.solvers import Anderson
 
 
@@ -30,6 +35,9 @@ class Identity(Largest):
     """Nothing."""
 
     def commutes(self, rank: int | None) -> bool:
+        return True
+
+    def keeps_channels(self, rank: int) -> bool:
         return True
 
     def value(self, x: Tensor) -> Tensor:
@@ -56,6 +64,9 @@ class ReLU(Largest):
 
     def value(self, x: Tensor) -> Tensor:
         return F.relu(x)  # never in place
+
+    def keeps_channels(self, rank: int) -> bool:
+        return True
 
     def pull(self, functional: Functional, box: Box) -> Functional:
         return pull_relu(functional, box.lower, box.upper)
@@ -102,154 +113,21 @@ class Unflatten(Flatten):
         return False
 
 
-class Weighted(Affine):
-    """An affine layer by a weight, whose first two axes are outputs and inputs, and a bias or none."""
+class Prepared(NamedTuple):
+    """The map of a layer in a dtype and in that of radii, and its sums over places, if it has channels."""
 
-    tensors = ("weight", "bias")
-
-    @abstractmethod
-    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product, as the module would make it of its own weight and bias."""
-
-    def value(self, x: Tensor) -> Tensor:
-        bias = None if self.module.bias is None else self.module.bias.to(x.dtype)
-        return self.apply(x, self.module.weight.to(x.dtype), bias)
-
-    def magnify(self, x: Tensor, bias: float = 0.0) -> Tensor:
-        size = None if self.module.bias is None or not bias else bias * self.module.bias.abs().to(x.dtype)
-        return self.apply(x, self.module.weight.abs().to(x.dtype), size)
-
-    def terms(self, shape: torch.Size) -> int:
-        return self.module.weight[0].numel()
-
-    def terms_back(self, shape: torch.Size) -> int:
-        return self.module.weight[:, 0].numel()
-
-    @torch.no_grad()
-    def followed_by(self, other: PerChannel, rank: int | None) -> Layer | None:
-        weight, bias = self._numbers()
-        if rank != self._channels_first() or len(other.scale) != len(weight):
-            return None
-        return self._with(weight * _along(0, other.scale, weight), bias * other.scale + other.shift)
-
-    @torch.no_grad()
-    def preceded_by(self, other: PerChannel, rank: int | None) -> Layer | None:
-        weight, bias = self._numbers()
-        inputs = weight.shape[1]
-        if rank != self._channels_first() or inputs % len(other.scale):
-            return None
-        # Behind a flattening, each channel is so many inputs, one after the other.
-        scale, shift = (numbers.repeat_interleave(inputs // len(numbers)) for numbers in other)
-        more = (weight * _along(1, shift, weight)).flatten(1).sum(1)
-        return self._with(weight * _along(1, scale, weight), bias + more)
-
-    @abstractmethod
-    def _channels_first(self) -> int:
-        """How many dimensions a tensor has whose dimension 1 is what the weight's axes count."""
-
-    def _numbers(self) -> tuple[Tensor, Tensor]:
-        weight = self.module.weight.double()
-        return weight, weight.new_zeros(len(weight)) if self.module.bias is None else self.module.bias.double()
-
-    def _with(self, weight: Tensor, bias: Tensor) -> Layer:
-        dtype = self.module.weight.dtype
-        clone: Any = constant(self.module, self.plain, self.tensors)
-        clone.weight, clone.bias = (nn.Parameter(t.to(dtype), requires_grad=False) for t in (weight, bias))
-        return type(self)(clone, self.path, self.plain, self.plain)
-
-
-def _along(axis: int, numbers: Tensor, weight: Tensor) -> Tensor:
-    return numbers.view(*(-1 if place == axis else 1 for place in range(weight.ndim)))
-
-
-@kind(nn.Linear)
-class Linear(Weighted):
-    """A matrix on the last dimension."""
-
-    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def _channels_first(self) -> int:
-        return 2
-
-
-@kind(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-class Convolution(Weighted):
-    """A convolution of images, rows or volumes, padded with zeros."""
-
-    @classmethod
-    def why_not(cls, module: nn.Conv2d, training: bool) -> str | None:
-        known = module.padding_mode == "zeros"
-        return None if known else f"it is padded by {module.padding_mode!r}: only zeros are known"
-
-    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.ndim != weight.ndim:
-            what = ("rows, (n, channels, length)", "images, (n, channels, height, width)", "volumes, of 5 dimensions")
-            self.refuse(f"its input must be a batch of {what[weight.ndim - 3]}, not {tuple(x.shape)}")
-        module, convolve = self.module, (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
-        return convolve(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
-
-    def preceded_by(self, other: PerChannel, rank: int | None) -> Layer | None:
-        # What is padded stays 0, whatever the map makes of 0.
-        padded = self.module.padding != "valid" and any(map(bool, self.module.padding))
-        if padded or self.module.groups != 1 or self.module.weight.shape[1] != len(other.scale):
-            return None
-        return super().preceded_by(other, rank)
-
-    def _channels_first(self) -> int:
-        return self.module.weight.ndim
-
-
-@kind(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-class BatchNorm(Affine):
-    """x * scale + shift for each channel, by running statistics; in training, by those of the clean batch."""
-
-    varies = True
-    tensors = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-
-    @classmethod
-    def why_not(cls, module: nn.BatchNorm1d, training: bool) -> str | None:
-        if training or not (module.running_mean is None or module.running_var is None):
-            return None
-        return "what it computes depends on the batch: it needs running statistics"
-
-    def per_channel(self) -> PerChannel:
-        """Both numbers made in float64 from the stored statistics."""
-        module = self.module
-        scale = torch.rsqrt(module.running_var.double() + module.eps)
-        scale = scale if module.weight is None else scale * module.weight.double()
-        shift = -module.running_mean.double() * scale
-        return PerChannel(scale, shift if module.bias is None else shift + module.bias.double())
-
-    def value(self, x: Tensor) -> Tensor:
-        scale, shift = (_along(1, numbers.to(x.dtype), x) for numbers in self.per_channel())
-        return x * scale + shift
-
-    def magnify(self, x: Tensor, bias: float = 0.0) -> Tensor:
-        scale, shift = self.per_channel()
-        # The cancellation in shift is of float64 numbers; what it loses is relative to this size.
-        size = bias * ((self.module.running_mean.double() * scale).abs() + shift.abs())
-        return x * _along(1, scale.abs().to(x.dtype), x) + _along(1, size.to(x.dtype), x)
-
-    def terms(self, shape: torch.Size) -> int:
-        return 4  # roundings: of scale, of shift, of product and sum
-
-    def bound(self, bounds: Bounds) -> Bounds:
-        """The module sees the clean values only; the bounds lie around its output, scaled as it scales."""
-        module, clean = self.module, self.module(bounds.clean)
-        by_batch = module.training or module.running_var is None
-        variance = bounds.clean.var([0, *range(2, clean.ndim)], correction=0) if by_batch else module.running_var
-        scale = torch.rsqrt(variance + module.eps)
-        scale = _along(1, scale if module.weight is None else scale * module.weight, clean)
-        return Bounds.around(clean, clean + scale * (bounds.centre - bounds.clean), scale.abs() * bounds.reach)
-
-    def rank(self, before: int | None) -> int | None:
-        return {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}.get(self.plain, before)
+    linear: LinearMap
+    by_place: LinearMap
+    product: Callable[[Tensor], Tensor] | None
 
 
 @kind(PcDEQ)
 class Equilibrium(Layer):
     """An equilibrium, which rises with its input (T8): its values at the two ends are the exact hull."""
+
+    def __init__(self, module: Any, path: str, plain: type[nn.Module], known: type[nn.Module]) -> None:
+        super().__init__(module, path, plain, known)
+        self._made: dict[torch.dtype, Prepared] = {}
 
     @classmethod
     def why_not(cls, module: PcDEQ, training: bool) -> str | None:
@@ -274,6 +152,36 @@ class Equilibrium(Layer):
             low = high = enclose_near(below, self._solve(below, tol), above)
         certified = (low.certified & high.certified).reshape(shape[0], math.prod(shape[1:-state])).all(1)
         return Box(low.lower.reshape(shape), high.upper.reshape(shape), box.proved & certified)
+
+    def surround(self, ball: Ball, tol: float) -> Ball:
+        """By one number for each channel or place, and the product with W that the order test needs."""
+        module, centre = self._with_known_injection(), ball.centre
+        made = self._prepared(centre.dtype)
+        if centre.ndim != module.operator.state_ndim + 1 or made.product is None:
+            return super().surround(ball, tol)
+        radius, x = ball.radii(), module.inject(centre)
+        # The slope of softplus, 1 - exp(-5x), is at most 5x. Its rounding, see `_inject`, is in terms of x at most
+        # 16x + 8x² + 0.12, since |y| exp(5y) is small for a raw input y < 0.
+        most = ball.over(x).to(RADIUS)
+        slope = (BETA * (most + radius)).clamp_(max=1.0) if module.activation.kind == 1 else 1.0
+        rounding = ((16 + 8 * most) * most + 0.12) * eps(x)
+        reach = (slope * radius + rounding) * (1 + 32 * torch.finfo(RADIUS).eps) + TINY
+        equation = Equation(made.linear, module.activation, x)
+        product = made.by_place.apply if ball.by_place else made.product
+        value, radius, proved = surround_near(equation, product, self._solve(equation, tol), reach)
+        return ball.moved(value, as_radius(radius, value), proved)
+
+    def _prepared(self, dtype: torch.dtype) -> Prepared:
+        """What balls need in a dtype, made once."""
+        if dtype not in self._made:
+            operator = self.module.operator
+            weight = operator.effective_weight_in(torch.float64)
+            linear, by_place = operator.bind(weight.to(dtype)), operator.bind(weight.to(RADIUS))
+            product = None
+            if has_channels(linear, self.module.activation):
+                product = partial(F.linear, weight=channel_sums(operator.bind(weight)))
+            self._made[dtype] = Prepared(linear, by_place, product)
+        return self._made[dtype]
 
     def _with_known_injection(self) -> PcDEQ:
         if self.module.injection is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pcdeq.equation import Equation
 from pcdeq.operators import DenseMap
+from pcdeq.proofs.channels import largest
 from pcdeq.proofs.precision import full_precision
 from pcdeq.proofs.trusted import require_nonnegative
 from pcdeq.solvers import Anderson, run
@@ -197,11 +198,6 @@ def _in_single_precision(box: Enclosure) -> Enclosure:
     lower, upper = box.lower.float(), box.upper.float()
     lower = torch.nextafter(lower, torch.full_like(lower, -torch.inf)).clamp_(min=0)
     return Enclosure(lower, torch.nextafter(upper, torch.full_like(upper, torch.inf)), box.certified)
-
-
-def largest(z: Tensor) -> Tensor:
-    """The largest component of each sample, broadcastable to z."""
-    return z.amax(tuple(range(1, z.ndim)), keepdim=True)
 
 
 def _all(condition: Tensor) -> Tensor:

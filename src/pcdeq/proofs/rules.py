@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
 from pcdeq.proofs import trusted
+from pcdeq.proofs.balls import Ball
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
 from pcdeq.proofs.linear import Functional, dot
 from pcdeq.proofs.precision import full_precision
@@ -32,6 +34,7 @@ class PerChannel(NamedTuple):
 
     scale: Tensor
     shift: Tensor
+    size: Tensor  # of the numbers that the shift is a sum of
 
 
 class Layer(ABC):
@@ -58,6 +61,14 @@ class Layer(ABC):
     @abstractmethod
     def enclose(self, box: Box, tol: float) -> Box:
         """The box of the exact outputs for the inputs in a box; ``tol`` is for equilibrium layers."""
+
+    def surround(self, ball: Ball, tol: float) -> Ball:
+        """The same for a ball: less tight, and less work where a kind has a rule of its own.
+
+        What a rule needs of the weights is made once: the layer is taken for what it is at the first call.
+        """
+        box = self.enclose(ball.box(), tol)
+        return replace(ball.around(box), proved=box.proved)
 
     @abstractmethod
     def bound(self, bounds: Bounds) -> Bounds:
@@ -158,6 +169,14 @@ def enclose(layers: Sequence[Layer], box: Box, tol: float) -> Box:
     return boxes_along(layers, box, tol)[-1]
 
 
+@full_precision()
+def surround(layers: Sequence[Layer], ball: Ball, tol: float) -> Ball:
+    """The ball of the exact outputs of layers in line."""
+    for layer in layers:
+        ball = layer.surround(ball, tol)
+    return ball
+
+
 def bound(layers: Sequence[Layer], bounds: Bounds) -> Bounds:
     """The clean outputs of layers in line, and their bounds."""
     for layer in layers:
@@ -193,6 +212,20 @@ class Largest(Layer):
 
     def enclose(self, box: Box, tol: float) -> Box:
         return box.map(self.value)
+
+    def keeps_channels(self, rank: int) -> bool:
+        """Whether, for inputs of so many dimensions, each output is one of the numbers of its own channel."""
+        return False
+
+    def surround(self, ball: Ball, tol: float) -> Ball:
+        """A largest number moves at most as far as any of those that it is the largest of."""
+        value, radius = self.value(ball.centre), ball.radius
+        numbers = radius[0].numel() if len(radius) else 1
+        if numbers == 1:
+            radius = radius.reshape(len(radius), *[1] * (value.ndim - 1))
+        elif numbers != radius.shape[1] or not self.keeps_channels(value.ndim):
+            radius = self.value(radius.expand_as(ball.centre))
+        return ball.moved(value, radius)
 
     def pull(self, functional: Functional, box: Box) -> Functional:
         """By the two ends of the output, which are numbers: nothing is left of the input."""

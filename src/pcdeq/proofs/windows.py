@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcdeq.proofs.intervals import Box
+from pcdeq.proofs.balls import TINY, Ball, as_radius
+from pcdeq.proofs.channels import RADIUS
+from pcdeq.proofs.intervals import Box, eps
 from pcdeq.proofs.linear import Functional
 from pcdeq.proofs.relaxed import pull_max_pool
 from pcdeq.proofs.rules import Affine, Largest, kind
@@ -25,6 +27,9 @@ class MaxPool(Largest):
 
     def value(self, x: Tensor) -> Tensor:
         return self.module(x)
+
+    def keeps_channels(self, rank: int) -> bool:
+        return rank == int(self.plain.__name__[-2]) + 2
 
     def pull(self, functional: Functional, box: Box) -> Functional:
         if box.lower.ndim != 4 or self.plain is not nn.MaxPool2d:
@@ -54,6 +59,13 @@ class Averages(Affine):
 
     def magnify(self, x: Tensor, bias: float = 0.0) -> Tensor:
         return self.module(x)
+
+    def surround(self, ball: Ball, tol: float) -> Ball:
+        if not self.commutes(ball.centre.ndim):
+            return super().surround(ball, tol)
+        value, terms = self.value(ball.centre), self.terms(ball.centre.shape) + 8
+        radius = (ball.radii() + terms * eps(ball.centre) * ball.sizes()) * (1 + terms * torch.finfo(RADIUS).eps) + TINY
+        return ball.moved(value, self.value(radius) if ball.by_place else as_radius(radius, value))
 
     def space(self) -> int:
         """How many dimensions its windows have; batch and channels come before them."""

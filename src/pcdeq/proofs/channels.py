@@ -1,0 +1,117 @@
+"""Bounds on the equilibrium by one number for each channel, at the cost of one product (T1, T3, T8, T9).
+
+Let z >= 0 be any point, v = g(z) = s(a), a = Wz + x, and let the exact input be within ρ of x. Let E be at least
+|v - z|, δ > 0 a candidate and η = Mδ + ρ, each one number for all places of a channel; M_cd is the sum of W over all
+places that take channel d to channel c, so that Wδ <= Mδ everywhere, because W >= 0. s is concave, so with S at least
+its slope from min a - η on, s(a + η) <= v + Sη and s(max(a - η, 0)) >= v - Sη. If E + Sη <= δ, then u = z + δ has
+g(u) <= u, and l = max(z - δ, 0) has g(l) >= l, for every admitted input: both pass the order test (T1) without a
+product of either. So z* is within δ of z, and |z* - v| <= Sη. For vectors every component is a channel, and M = W.
+
+The candidate is the sum of the series of SM applied to E + Sρ (T3), which are small matrices. It exists if SM, which is
+above the Jacobian, has a spectral radius below 1: so it is with all trained networks that we have. Where it has not,
+bounds are found by `pcdeq.proofs.order`, place by place.
+
+The same holds place by place, with W itself for M: tighter, for a product with W for each term of the series, in
+float32 even if z is in float64. All these numbers are >= 0, so every rounding is relative, and covered by a factor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pcdeq.activations import ROUNDINGS, Activation, TensorMap, overwrite
+from pcdeq.equation import Equation
+from pcdeq.operators import LinearMap
+from pcdeq.proofs.trusted import require_nonnegative
+
+# Candidates for δ: how often the slopes are taken anew, the share of the largest number that all get, the most terms of
+# the series, and the share of the source at which the rest of the series is made up for by a factor.
+TRIES, SLACK, TERMS, REST = 3, 0.05, 30, 0.35
+# Radii are few digits and a size, whatever they are about.
+RADIUS = torch.float32
+
+
+def has_channels(linear: LinearMap, activation: Activation) -> bool:
+    """Whether there is such a matrix M, and a slope that is accurate."""
+    return linear.kind in ("dense", "conv") and activation.builtin
+
+
+def channel_sums(linear: LinearMap) -> Tensor:
+    """M, (channels, channels), of a map with a weight in float64."""
+    weight = linear.weight
+    return (weight if weight.ndim == 2 else weight.flatten(2).sum(2)).to(RADIUS)
+
+
+def over_space(x: Tensor) -> Tensor:
+    """The largest number of each channel, (samples, channels)."""
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):  # which torch takes longer for as it is
+        return x.permute(0, 2, 3, 1).flatten(1, 2).amax(1)
+    return x if x.ndim == 2 else x.flatten(2).amax(2)
+
+
+def surround_near(equation: Equation, product: TensorMap, z: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """v = g(z), a radius about it that holds z*, and for which samples that is proved.
+
+    Args:
+        product: Mδ for a δ >= 0 of the shape of ``reach``, right to the roundings of a product with W.
+        z: a point near the equilibrium; any is safe.
+        reach: ρ, (samples, channels), or place by place, (samples, channels, *space), and then δ and M are, too.
+    """
+    require_nonnegative(equation.map, z)
+    if not bool(z.amin() >= 0):  # which the margin of a product speaks of
+        z = z.clamp(min=0)
+    by_place = z.shape == reach.shape
+    over = torch.clone if by_place else over_space
+    argument = equation.map.apply_plus(z, equation.x)
+    least = over(argument) if by_place else -over(-argument)
+    value = overwrite(equation.activation, argument)
+    facts, terms = torch.finfo(RADIUS), equation.map.terms(z.shape[1:])
+    # The product, what is made of its result, and a few operations on radii.
+    slop = (terms + 2 * ROUNDINGS + 2 * TERMS) * facts.eps
+    rounding = equation.margin(z) * over(value).to(RADIUS) + 1024 * terms * facts.tiny
+    error = (over((value - z).abs_()).to(RADIUS) + rounding) * (1 + slop)
+    spread, proved = _spread(equation.activation, product, least.to(RADIUS), error, reach, slop)
+    return value, (spread + rounding) * (1 + slop), proved
+
+
+def _spread(
+    activation: Activation, product: TensorMap, least: Tensor, error: Tensor, reach: Tensor, slop: float
+) -> tuple[Tensor, Tensor]:
+    """Sη for a δ with E + Sη <= δ, and for which samples one was found."""
+
+    def slope(shift: Tensor) -> Tensor:
+        """At least the slope of s from min a - shift on: it falls, so before a kink it is that of the steeper side."""
+        return activation.derivative((least * (1 - slop) - shift).clamp_(min=0) * (1 - slop)) * (1 + slop)
+
+    steepest = slope(reach + 2 * error)
+    spread, proved = error, torch.zeros(len(error), dtype=torch.bool, device=error.device)
+    for _ in range(TRIES):
+        source = error + steepest * reach
+        source = source + SLACK * largest(source)
+        candidate, image = _series(steepest, product, source)
+        shift = (image + reach) * (1 + slop)
+        steepest = slope(shift)
+        spread = steepest * shift * (1 + slop)
+        proved = (((error + spread) * (1 + slop) <= candidate) & (candidate < torch.inf)).flatten(1).all(1)
+        if bool(proved.all()):
+            break
+    return spread, proved
+
+
+def _series(slope: Tensor, product: TensorMap, source: Tensor) -> tuple[Tensor, Tensor]:
+    """A δ with δ - SMδ at least about the source, or infinity, and Mδ."""
+    moved = product(source)
+    total, image, term = source, moved, slope * moved
+    for _ in range(TERMS):
+        if bool((term <= REST * source).all()):
+            break
+        moved = product(term)
+        total, image, term = total + term, image + moved, slope * moved
+    factor = largest(torch.where(term < source, source / (source - term), torch.inf))
+    return total * factor, image * factor
+
+
+def largest(z: Tensor) -> Tensor:
+    """The largest component of each sample, broadcastable to z."""
+    return z.amax(tuple(range(1, z.ndim)), keepdim=True)

@@ -5,6 +5,9 @@ first seeds, if they are of a pcDEQ of the paper, trained in full with the usual
 `pcdeq.load` finds them: those of our recipe, where it was run, else of the paper's. Of pictures in colour, whose
 networks are larger, there is one MC and one SC a data set, and none of the large networks with augmentation, so that
 the package stays below 8 MB.
+
+Runs against noise (`--robust-radius`) go to results/robust, and those of first seeds on MNIST into the package, too, as
+ROW-DATA-robustRADIUS.
 """
 
 from __future__ import annotations
@@ -34,15 +37,16 @@ def main(runs_dir: str, pattern: str = "*") -> None:
                 print(f"{run.path.name}: left out, it has neither a summary nor weights")
                 continue
             summarise(run)
-        kept = ROOT / "results" / "runs" / run.path.name
+        robust = run.config.robust_radius
+        kept = ROOT / "results" / ("runs" if robust is None else "robust") / run.path.name
         kept.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "metrics.jsonl", "summary.json"):
             shutil.copy(run.path / name, kept / name)
         if ships(run):
             network = load(run)
-            name = f"{run.config.row}-{run.config.data}.safetensors"
+            name = f"{run.config.row}-{run.config.data}" + ("" if robust is None else f"-robust{robust:g}")
             content = to_bytes(network.state_dict(), Description.of(network))
-            write_file(ROOT / "src" / "pcdeq" / "weights" / name, content)
+            write_file(ROOT / "src" / "pcdeq" / "weights" / f"{name}.safetensors", content)
         print(run.path.name, run.accuracy, "with weights" if ships(run) else "")
 
 
@@ -60,6 +64,8 @@ def ships(run: Run) -> bool:
     config = run.config
     if config.seed != 0 or config.data not in PAPER_DATASETS:
         return False
+    if config.robust_radius is not None:
+        return config.data == "mnist"
     (line,) = (line for line in collect([run])[config.data] if line.runs)
     wanted = line.row.family == "pcdeq" and line.row.activation in SHIPPED[config.data].get(line.row.kind, ())
     whole = line.published is not None and line.is_full and line.solver == "default"

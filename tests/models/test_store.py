@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -347,18 +348,29 @@ class TestOfThePackage:
     def test_the_network_is_the_rows(self, name):
         network = load(name)
         facts = network.training_facts
-        assert name == f"{facts.row}-{facts.data}"
-        row = find_row(facts.row, facts.data)
+        title, _, radius = name.partition("-robust")
+        assert title == f"{facts.row}-{facts.data}"
+        row = find_row(facts.row, facts.data, recipe="fast" if "--recipe fast" in facts.command else "paper")
+        if radius:
+            assert f"--robust-radius {radius} " in facts.command
+            row = replace(row.against_noise(), parameters=188_110)  # it is wider than the paper's
         assert sum(parameter.numel() for parameter in network.parameters()) == row.parameters
         assert facts.epochs == row.epochs
         assert not network.training
 
-    @pytest.mark.parametrize("name", [name for name in pretrained_names() if name.endswith("-mnist")])
+    @pytest.mark.parametrize("name", [name for name in pretrained_names() if "-mnist" in name])
     def test_it_reads_digits(self, name):
         network, digits = load(name), load_dataset("mnist-mini").test
         with torch.inference_mode():
             right = network(network.preprocessing(digits.images)).argmax(1) == digits.labels
-        assert right.double().mean() > 0.96
+        assert right.double().mean() > (0.95 if name.endswith("robust0.3") else 0.96)
+
+    @pytest.mark.parametrize(("radius", "share"), [(0.1, 0.94), (0.3, 0.84)])
+    def test_what_was_trained_against_noise_is_proved_to_withstand_it(self, radius, share):
+        network, digits = load(f"pcdeq-1-l-relu6-mnist-robust{radius}"), load_dataset("mnist-mini").test
+        scale, images, labels = network.preprocessing, digits.images[:300], digits.labels[:300]
+        proof = pcdeq.certify(network, scale(images), radius=scale.scaled(radius), limits=scale.limits())
+        assert (proof.proved & (proof.classes == labels)).double().mean() > share
 
     def test_a_name_that_is_not_there(self):
         with pytest.raises(UsageError, match="did you mean pcdeq-1-l-tanh-mnist"):

@@ -10,7 +10,7 @@ from visitors import conv, dense, norm
 import pcdeq
 from pcdeq.equation import Equation
 from pcdeq.errors import UsageError
-from pcdeq.models import build, equilibrium_layers
+from pcdeq.models import Clip, build, equilibrium_layers
 from pcdeq.proofs import kinds
 from pcdeq.proofs.balls import Ball
 from pcdeq.proofs.channels import channel_sums, surround_near
@@ -176,3 +176,12 @@ class TestChannels:
         radius = torch.tensor([[[1.0], [0.0], [0.0]]])
         ball = pad.surround(Ball(torch.ones(1, 3, 4), radius, torch.ones(1, dtype=torch.bool)), 1e-4)
         assert (ball.radius.expand(1, 3, 4)[0, 1] >= 1).all()
+
+    def test_limits_of_a_clip_are_for_pixels_not_for_radii(self):
+        clip = Clip(1)
+        clip.low.fill_(-2.0)
+        clip.high.fill_(-1.0)
+        (layer,) = recognise(nn.Sequential(clip))
+        radius = torch.full((1, 1, 2, 2), 0.25)
+        ball = layer.surround(Ball(torch.full((1, 1, 2, 2), -1.5), radius, torch.ones(1, dtype=torch.bool)), 1e-4)
+        assert (ball.radius.expand(1, 1, 2, 2) >= 0.25).all()

@@ -16,6 +16,7 @@ from visitors import RADIUS, VISITORS, Exported, conv, dense, deq, exported, noi
 import pcdeq
 from pcdeq.export.graph import fixed_graph, loop_graph
 from pcdeq.export.truncation import contractions, exact_logits, proved_error
+from pcdeq.models import Clip
 from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.intervals import Bounds, Box
 from pcdeq.proofs.linear import Functional
@@ -86,6 +87,7 @@ ZOO = {
     nn.BatchNorm2d: [(lambda: norm(nn.BatchNorm2d(3)), IMAGE)],
     nn.BatchNorm3d: [(lambda: norm(nn.BatchNorm3d(2)), VOLUME)],
     BatchNorm2d: [(lambda: norm(BatchNorm2d(3)), IMAGE)],
+    Clip: [(lambda: Clip(3), IMAGE), (lambda: clip((-0.1, -9.0, 0.5), (0.05, 0.1, 9.0)), IMAGE)],
     pcdeq.PcDEQ: [
         (dense, ROW),
         (lambda: dense(activation="softsign", floor=0.1), SEQUENCE),
@@ -101,6 +103,14 @@ ZOO = {
     nn.Sequential: [(lambda: nn.Sequential(nn.Linear(5, 3), nn.Sequential(), nn.Linear(3, 5)), ROW)],
 }
 CASES = [(known, index) for known, cases in ZOO.items() for index in range(len(cases))]
+
+
+def clip(*limits):
+    """Of three channels, whose limits cut off one end of the boxes, both or none."""
+    module = Clip(3)
+    for buffer, numbers in zip((module.low, module.high), limits, strict=True):
+        buffer.copy_(torch.tensor(numbers).view(3, 1, 1))
+    return module
 
 
 def case(known, index, dtype=torch.float64):
@@ -223,6 +233,7 @@ STEPS = {
         lambda: norm(BatchNorm2d(3)),
         lambda: nn.AvgPool2d(1),
         lambda: nn.AdaptiveAvgPool2d(6),
+        lambda: clip((-0.5, -1.0, 0.0), (0.5, 0.2, 1.0)),
         lambda: nn.MaxPool2d(3, stride=1, padding=1),
         nn.ReLU,
         nn.Hardtanh,

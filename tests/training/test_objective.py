@@ -13,17 +13,20 @@ import pcdeq
 from pcdeq.cli import main
 from pcdeq.data import load_dataset
 from pcdeq.errors import UsageError
-from pcdeq.models import L, Preprocessing, load
+from pcdeq.models import Clip, L, Network, Preprocessing, load
+from pcdeq.proofs.intervals import ends
+from pcdeq.proofs.worst_case import worst_case_scores
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Interrupted, Run, resume, train, trainer
-from pcdeq.training.objective import LARGEST_WEIGHT, CertifiedLoss, WorstCase, objective_after, plain_loss
+from pcdeq.training.objective import LARGEST_WEIGHT, RISE, CertifiedLoss, WorstCase, objective_after, plain_loss
+from pcdeq.training.session import open_session
 
 RADIUS = 0.1
 
 
 @pytest.fixture
 def robust(tiny) -> TrainConfig:
-    return replace(tiny, robust_radius=RADIUS)
+    return replace(tiny, robust_radius=RADIUS, lr_step=None)
 
 
 def certified_accuracy(run: Run, dataset) -> float:
@@ -36,22 +39,80 @@ def certified_accuracy(run: Run, dataset) -> float:
 
 def test_more_is_certified_than_after_plain_training(tmp_path):
     dataset = load_dataset("mnist-mini")
-    config = TrainConfig("pcdeq-1-l-relu6", channels=(32,), epochs=6, lr=5e-3, lr_step=5, device="cpu")
-    plain = train(replace(config, out=tmp_path / "plain"), progress="none")
+    config = TrainConfig("pcdeq-1-l-relu6", channels=(32,), epochs=6, device="cpu")
+    plain = train(replace(config, out=tmp_path / "plain", lr=5e-3, lr_step=5), progress="none")
     robust = train(replace(config, out=tmp_path / "robust", robust_radius=RADIUS), progress="none")
     assert certified_accuracy(plain, dataset) < 0.1
-    assert certified_accuracy(robust, dataset) > 0.4
-    assert robust.accuracy > 75
+    assert certified_accuracy(robust, dataset) > 0.65
+    assert robust.accuracy > 85
 
 
 def test_the_schedule_and_the_channels():
     config = TrainConfig("pcdeq-1-sc-tanh", epochs=10, robust_radius=RADIUS).resolve()
     colour = Preprocessing(mean=(0.0,) * 3, std=(0.1, 0.2, 0.4), classes=("a", "b"))
-    found = [objective_after(config, colour, done) for done in (0, 2.5, 5, 9.9)]
+    found = [objective_after(config, colour, done) for done in (0, 5 * RISE, 10 * RISE, 9.9)]
     assert [objective.weight for objective in found] == [0, LARGEST_WEIGHT / 2, LARGEST_WEIGHT, LARGEST_WEIGHT]
     for objective, risen in zip(found, (0, 0.5, 1, 1), strict=True):
-        torch.testing.assert_close(objective.radius.flatten(), risen * torch.tensor([1.0, 0.5, 0.25]))
+        reach = risen * config.training_radius * torch.tensor([10.0, 5.0, 2.5])
+        torch.testing.assert_close(objective.radius.flatten(), reach)
     assert objective_after(replace(config, robust_radius=None), colour, 3) is plain_loss
+
+
+def test_the_network_begins_with_a_clip_that_hides_noise_on_black_and_white(robust):
+    session = open_session(robust, quiet=True)
+    network, scale = session.network, session.preprocessing
+    assert isinstance(network[0], Clip)
+    reach = session.config.training_radius
+    assert RADIUS < reach < 0.5
+    pixels = torch.tensor([0.0, reach, 0.5, 1 - reach, 1.0]).view(-1, 1, 1, 1)
+    noisy = network[0](scale.normalise(pixels + torch.tensor([1, -1, 0, 1, -1]).view(-1, 1, 1, 1) * reach))
+    clipped = scale.normalise(pixels.clamp(reach, 1 - reach))
+    torch.testing.assert_close(noisy, clipped)
+    assert not isinstance(open_session(replace(robust, robust_radius=None), quiet=True).network[0], Clip)
+    # A radius beyond one half leaves nothing to see, but is no error.
+    limits = open_session(replace(robust, robust_radius=0.9), quiet=True).network[0]
+    assert (limits.low < limits.high).all()
+
+
+def test_the_clip_is_saved_and_restored(robust, tmp_path):
+    run = train(replace(robust, epochs=1), progress="none")
+    network = load(run)
+    images = network.preprocessing(load_dataset("mnist-mini").test.images[:8])
+    again = Network.from_pretrained(network.save_pretrained(tmp_path / "saved"))
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+    assert torch.equal(again[0].low, run.preprocessing.normalise(torch.tensor(run.config.training_radius)))
+    torch.testing.assert_close(pcdeq.freeze(again)(images), network(images), rtol=1e-4, atol=1e-4)
+
+
+def test_the_certified_loss_is_above_the_loss_under_attack(robust):
+    run = train(robust, progress="none")
+    network, scale, test = load(run), run.preprocessing, load_dataset("mnist-mini").test
+    images, labels = scale(test.images[:64]), test.labels[:64]
+    radius, limits = scale.scaled(RADIUS), scale.limits()
+    with torch.no_grad():
+        certified = F.cross_entropy(
+            worst_case_scores(network, images, labels, radius, limits)[1], labels, reduction="none"
+        )
+    low, high = ends(images, radius, limits)
+    near = low + torch.rand(images.shape) * (high - low)
+    for _ in range(10):
+        near.requires_grad_()
+        loss = F.cross_entropy(network(near), labels, reduction="none")
+        assert (loss <= certified + 1e-4).all()
+        (grad,) = torch.autograd.grad(loss.sum(), near)
+        near = torch.minimum(torch.maximum(near.detach() + radius / 4 * grad.sign(), low), high)
+    assert loss.mean() > F.cross_entropy(network(images), labels)
+
+
+def test_its_own_rates_unless_told(robust):
+    by_row, told = TrainConfig("pcdeq-1-l-tanh", robust_radius=0.1), {"lr": 0.5, "epochs": 3, "batch_size": 7}
+    ours = by_row.resolve()
+    assert (ours.schedule, ours.lr_step) == ("one-cycle", None)
+    changed = replace(by_row, **told).resolve()
+    assert {name: getattr(changed, name) for name in told} == told
+    assert TrainConfig("pcdeq-1-l-tanh", robust_radius=0.1, recipe="fast").resolve().epochs == 10
+    assert TrainConfig("mondeq-mt", robust_radius=0.1).resolve().epochs == TrainConfig("mondeq-mt").resolve().epochs
 
 
 def test_reported_is_the_loss_on_the_images():

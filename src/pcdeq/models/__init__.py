@@ -1,5 +1,6 @@
 """Networks: the paper's three topologies, by row name, with the authors' weights if you have them."""
 
+from pcdeq.models.clip import Clip
 from pcdeq.models.frozen import freeze
 from pcdeq.models.networks import MC, SC, L, Network, Preprocessing, equilibrium_layers, pcdeq_layers
 from pcdeq.models.reference import load_reference
@@ -9,6 +10,7 @@ from pcdeq.models.store import load, pretrained_names
 __all__ = [
     "MC",
     "SC",
+    "Clip",
     "L",
     "Network",
     "Preprocessing",

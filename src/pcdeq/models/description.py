@@ -16,6 +16,7 @@ from pcdeq._version import __version__
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQ
 from pcdeq.models.baselines.node import Dopri5
+from pcdeq.models.clip import Clip
 from pcdeq.models.facts import TrainingFacts, told_by
 from pcdeq.models.networks import LayerOptions, Network, Preprocessing, equilibrium_layers
 from pcdeq.models.registry import NETWORKS, make_network
@@ -53,6 +54,7 @@ class Description:
     channels: tuple[int, ...]
     image_shape: tuple[int, int, int]
     num_classes: int
+    clip: bool = False  # whether it begins with one
     layers: dict[str, Any]  # options of the equilibrium layers, the same for all
     preprocessing: Preprocessing | None
     training: TrainingFacts | None
@@ -90,6 +92,7 @@ class Description:
             channels=model.channels,
             image_shape=model.image_shape,
             num_classes=model.num_classes,
+            clip=isinstance(model[0], Clip),
             layers=layers[0] if family == "pcdeq" else given | layers[0],
             preprocessing=model.preprocessing,
             training=model.training_facts,
@@ -124,7 +127,8 @@ class Description:
         options = self.layers | {name: solver_from_dict(self.layers[name]) for name in SOLVER_KEYS & self.layers.keys()}
         if (self.family, self.topology) not in NETWORKS:
             raise UsageError(f"there is no network {self.topology} of the family {self.family}")
-        network = NETWORKS[self.family, self.topology](self.channels, self.image_shape, self.num_classes, **options)
+        kind = NETWORKS[self.family, self.topology]
+        network = kind(self.channels, self.image_shape, self.num_classes, clip=self.clip, **options)
         network.preprocessing, network.training_facts = self.preprocessing, self.training
         return network
 

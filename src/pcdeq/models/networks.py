@@ -23,6 +23,7 @@ from pcdeq.errors import UsageError
 from pcdeq.implicit import Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
 from pcdeq.models.batch_norm import BatchNorm2d
+from pcdeq.models.clip import Clip
 from pcdeq.operations import AnySolver
 from pcdeq.proofs.network import know_container
 from pcdeq.recipes import ImageShape
@@ -117,6 +118,7 @@ class Network(nn.Sequential):
     Args:
         channels: the width of each equilibrium layer.
         image_shape: channels, height and width of the images.
+        clip: begin with a `Clip`, as networks do that are trained against noise; `clip_pixels` sets its limits.
         options: keywords for the equilibrium layers.
     """
 
@@ -130,10 +132,13 @@ class Network(nn.Sequential):
         channels: Widths,
         image_shape: ImageShape = (1, 28, 28),
         num_classes: int = 10,
+        *,
+        clip: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
         self.check_channels(channels)
-        super().__init__(OrderedDict(self.layers(channels, image_shape, num_classes, options)))
+        first: Named = {"clip": Clip(image_shape[0])} if clip else {}
+        super().__init__(OrderedDict(first | self.layers(channels, image_shape, num_classes, options)))
         self.channels = channels
         self.image_shape = image_shape
         self.num_classes = num_classes
@@ -141,6 +146,16 @@ class Network(nn.Sequential):
         self.preprocessing: Preprocessing | None = None  # set by whoever knows the data
         self.training_facts: TrainingFacts | None = None  # set by whoever trained it; for the model card
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # faster convolutions
+
+    def clip_pixels(self, margin: float) -> None:
+        """Have the `Clip`, with which the network begins, make pixels nearer than this to 0 or 1 no nearer."""
+        given, (clip, *_) = self.preprocessing, self
+        if not isinstance(clip, Clip) or given is None:
+            raise UsageError("there are no pixels to clip: the network needs clip=True and a preprocessing")
+        if not 0 <= margin < 0.5:
+            raise UsageError(f"the margin of a clip must be at least 0 and below 0.5, got {margin}")
+        for limit, pixel in ((clip.low, margin), (clip.high, 1 - margin)):
+            limit.copy_(given.normalise(torch.full((), pixel)).expand_as(limit))
 
     @classmethod
     def check_channels(cls, channels: Widths) -> None:

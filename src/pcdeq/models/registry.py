@@ -31,6 +31,7 @@ NETWORKS: dict[tuple[Family, Topology], type[Network]] = {
     ("explicit", "mc"): ExplicitMC,
 }
 
+WIDEST_CLIP = 0.45  # of pixels from 0 to 1, at either end: what is between must be left
 PAPERS_SOLVER = Picard(stop="batch")
 _SOLVERS = {"default": None, "paper": PAPERS_SOLVER, "picard": Picard(), "anderson": Anderson()}
 _IMAGE_SHAPES: dict[str, ImageShape] = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32)}
@@ -43,11 +44,13 @@ def build(
     num_classes: int | None = None,
     image_shape: ImageShape | None = None,
     channels: tuple[int, ...] | None = None,
+    clip: bool = False,
     **options: Unpack[LayerOptions],
 ) -> Network:
     """The untrained network of a row, for its data or for yours.
 
-    ``options`` go to the equilibrium layers, such as ``solver=Picard(stop="batch")``.
+    With ``clip`` it begins with a `pcdeq.models.Clip`, as networks do that are trained against noise. ``options`` go
+    to the equilibrium layers, such as ``solver=Picard(stop="batch")``.
 
     >>> model = build("pcdeq-1-mc-relu6", data="cifar10")
     >>> sum(parameter.numel() for parameter in model.parameters())
@@ -68,6 +71,7 @@ def build(
         channels or row.channels,
         image_shape or _IMAGE_SHAPES[row.dataset],
         num_classes or 10,
+        clip=clip,
         **options,
     )
 
@@ -80,9 +84,12 @@ def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing:
         image_shape=image_shape,
         num_classes=len(preprocessing.classes),
         channels=config.channels,
+        clip=config.robust_radius is not None,
         solver=_SOLVERS[config.solver],
     )
     network.preprocessing = preprocessing
+    if config.training_radius is not None:
+        network.clip_pixels(min(config.training_radius, WIDEST_CLIP))
     given = {"tol": config.tol, "max_steps": config.max_steps}
     changes = {name: value for name, value in given.items() if value is not None}
     layers = equilibrium_layers(network)

@@ -99,6 +99,16 @@ class Row:
         values = {name: self._of_this(value) for name, value in _FAST[self.kind].items()}
         return replace(self, **{"lr_step": None, "lr_factor": None, **values, "recipe": recipe})
 
+    def against_noise(self) -> Row:
+        """The same network on the same data with the rates and epochs that suit the certified loss, where we know them.
+
+        >>> find_row("pcdeq-1-l-relu6").against_noise().schedule
+        'one-cycle'
+        """
+        if self.kind not in _ROBUST:
+            return self
+        return replace(self, **{"lr_step": None, "lr_factor": None, **_ROBUST[self.kind]})
+
     def _of_this(self, value: Any) -> Any:
         """What a recipe says for this row, where it differs by data and activation."""
         if not isinstance(value, dict):
@@ -149,6 +159,8 @@ with Path(__file__).with_name("paper.csv").open(encoding="utf-8", newline="") as
     _ROWS = tuple(map(_read_row, csv.DictReader(_file)))
 with Path(__file__).with_name("fast.toml").open("rb") as _file:
     _FAST: dict[str, dict[str, Any]] = tomllib.load(_file)  # by class of networks, settings by name
+with Path(__file__).with_name("robust.toml").open("rb") as _file:
+    _ROBUST: dict[str, dict[str, Any]] = tomllib.load(_file)  # likewise
 _OUR_FAMILIES: dict[Family, str] = {"deq": "DEQ", "explicit": "Explicit"}
 _OURS = tuple(
     _like(row, family, title) for family, title in _OUR_FAMILIES.items() for row in _ROWS if row.family == "pcdeq"

@@ -16,8 +16,8 @@ from pcdeq.recipes import ResolvedConfig
 # From a model, images and labels: their scores, the sum of their losses, and what to descend.
 Objective = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
-RISE = 0.5  # part of the run in which radius and weight rise: all at once, the certified loss would teach nothing
-LARGEST_WEIGHT = 0.5  # of the certified loss
+RISE = 0.4  # part of the run in which radius and weight rise: all at once, the certified loss would teach nothing
+LARGEST_WEIGHT = 0.7  # of the certified loss
 
 
 class WorstCase(nn.Module):
@@ -70,11 +70,11 @@ def objective_after(config: ResolvedConfig, preprocessing: Preprocessing, epochs
     >>> from pcdeq.recipes import TrainConfig
     >>> config = TrainConfig("pcdeq-1-l-tanh", epochs=10, robust_radius=0.1).resolve()
     >>> grey = Preprocessing(mean=(0.0,), std=(0.5,), classes=("zero", "one"))
-    >>> [round(objective_after(config, grey, done).radius.item(), 3) for done in (0, 2.5, 5, 9)]
-    [0.0, 0.1, 0.2, 0.2]
+    >>> [round(objective_after(config, grey, done).radius.item(), 3) for done in (0, 2, 4, 9)]
+    [0.0, 0.15, 0.3, 0.3]
     """
-    if config.robust_radius is None:
+    if config.training_radius is None:
         return partial(plain_loss, smoothing=config.smoothing) if config.smoothing else plain_loss
     risen = min(1.0, epochs_done / (RISE * config.epochs))
-    radius = preprocessing.scaled(risen * config.robust_radius)
+    radius = preprocessing.scaled(risen * config.training_radius)
     return CertifiedLoss(radius, preprocessing.limits(), risen * LARGEST_WEIGHT, config.smoothing)

@@ -130,9 +130,7 @@ class PcDEQ(SolvingLayer):
         if injected.shape != x.shape:
             raise UsageError(f"the injection maps shape {tuple(x.shape)} to {tuple(injected.shape)}; it must keep it")
         if bool((injected < 0).any()):
-            raise UsageError(
-                f"the injection gave {float(injected.min()):.3g}, below 0: it must map every input to [0, inf)"
-            )
+            raise UsageError(f"the injection gave {float(injected.min()):.3g}, below 0: it must map into [0, inf)")
         return injected + self.floor
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -200,8 +198,8 @@ class PcDEQ(SolvingLayer):
         >>> layer.solve(torch.ones(1, 2, 8, 8), until=question).converged.tolist()
         [True]
         """
-        chosen: AnySolver = self.solver if solver is None else solver
         require_tensor(x, "the input")
+        chosen: AnySolver = self.solver if solver is None else solver
         with no_autocast(x.device.type):
             equation = self.equation(x)
             guess = self._guess(equation)
@@ -297,10 +295,8 @@ class PcDEQ(SolvingLayer):
         operator = self.operator
         if type(x) is not Tensor:
             require_tensor(x, "the input")
-        if x.ndim < operator.state_ndim:
-            raise UsageError(
-                f"one sample has {operator.state_ndim} dimensions but the input has shape {tuple(x.shape)}"
-            )
+        if (least := operator.state_ndim) > x.ndim:
+            raise UsageError(f"one sample has {least} dimensions but the input has shape {tuple(x.shape)}")
         if not x.is_floating_point() or x.dtype.itemsize < 2:  # torch has no sums of numbers of 8 bits
             raise UsageError(f"the input must be a floating point tensor, got {x.dtype}; use x.float()")
         if x.layout is not torch.strided:

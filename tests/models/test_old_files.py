@@ -1,7 +1,7 @@
 """Files written before networks had one description: they load and say what they said.
 
 ``old/`` was made by the code of d2c670d: a run and a saved folder of tiny L networks, and logits.json, what these and
-the networks of the package answered, solved to 1e-12 in float64.
+the networks of the package answered, solved to 1e-12 in float64 (those that the package still has).
 """
 
 from __future__ import annotations

@@ -258,7 +258,8 @@ def _by_ball(
 ) -> Decision:
     ball = surround(layers, Ball.of(_laid_out(images), dtype, by_place), tol)
     require_features(classifier, ball.centre)
-    return _decide(classifier, ball.centre.double(), ball.radius.expand_as(ball.centre).double(), ball.proved)
+    reach = ball.radius.expand_as(ball.centre).double()
+    return _decide(classifier, ball.centre.double(), reach, ball.proved, sharply=False)
 
 
 def _by_box(
@@ -330,15 +331,15 @@ def _margins(classifier: Linear, box: Box) -> Decision:
     """The class of each sample and a lower bound of its lead, for features in a box."""
     require_features(classifier, box.lower)
     centre, reach = Box(box.lower.double(), box.upper.double(), box.proved).ball()
-    return _decide(classifier, centre, reach, box.proved)
+    return _decide(classifier, centre, reach, box.proved, sharply=True)
 
 
-def _decide(classifier: Linear, centre: Tensor, reach: Tensor, proved: Tensor) -> Decision:
+def _decide(classifier: Linear, centre: Tensor, reach: Tensor, proved: Tensor, *, sharply: bool) -> Decision:
     """The class of each sample and a lower bound of its lead, for features within reach of a centre.
 
     In float64, whose rounding is covered by a relative 1e-9 of all that is summed. The scores of two classes vary at
     most by what either does; a difference of two rows of the classifier varies less than the two apart, and takes
-    longer: it is for those who need it.
+    longer: it is for those who need it, or for all if the lead is to be told sharply.
     """
     weight, bias, size = classifier.numbers()
     scores = centre @ weight.T + bias
@@ -349,7 +350,7 @@ def _decide(classifier: Linear, centre: Tensor, reach: Tensor, proved: Tensor) -
     reach = reach * (1 + 1e-9)
     varied = reach @ weight.abs().T
     bound = (lead - varied - varied.gather(1, own)).scatter_(1, own, torch.inf)
-    close = (~(bound.amin(1) > 0)).nonzero()[:, 0]
+    close = (~(bound.amin(1) > 0) | sharply).nonzero()[:, 0]
     if len(close):
         rows = (weight[classes[close]][:, None] - weight).abs()  # (samples, classes, features)
         varied = torch.einsum("scf,sf->sc", rows, reach[close])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import pcdeq
 
-GROUPS = (("l", "mnist", 5_000), ("sc", "mnist", 32), ("mc", "mnist", 256), ("mc", "cifar10", 128))
+GROUPS = (("l", "mnist", 5_000), ("sc", "mnist", 64), ("mc", "mnist", 512), ("mc", "cifar10", 256))
 TURNS, CALLS = 3, 8
 HEADER = """# What a proof costs
 

@@ -8,12 +8,10 @@ revisions can be measured by today's benchmark (against.py).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -64,8 +62,8 @@ class Case:
         """How long: in epochs, if it is a network of the package, else in steps."""
         if self.weights.parent == WEIGHTS:
             return f"{STEPS[self.topology, self.data]} steps"
-        with safe_open(self.weights, "pt") as file:
-            return f"{json.loads(file.metadata()['pcdeq'])['config']['epochs']} epochs"
+        facts = pcdeq.load(self.weights.stem).training_facts
+        return "unknown" if facts is None else f"{facts.epochs} epochs"
 
     def model(self) -> nn.Sequential:
         """The network with its trained weights."""

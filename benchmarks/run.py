@@ -52,8 +52,8 @@ def main() -> None:
         )
     console = Console(width=150)
     operators = operator_table()
-    console.print(target_table(runs), ratio_table(runs), operators, detail_table(runs))
     save(runs, operators, options.out, facts | {"seconds": options.seconds})
+    console.print(target_table(runs), ratio_table(runs), operators, detail_table(runs))
     console.print(f"kept in {options.out}")
 
 

@@ -194,7 +194,8 @@ def speeds():
     """Median ratios by what was compared, as the benchmark's page has them: L, SC, MC on MNIST, SC, MC on CIFAR-10."""
     page = (ROOT / "results" / "bench" / "bench.md").read_text()
     rows = re.findall(SPEED, page, re.M)
-    found = {name: [cell.split()[0] for cell in cells.split("|")[:5]] for name, cells in rows}
+    first = {name: [cell.split()[:1] for cell in cells.split("|")[:5]] for name, cells in rows}
+    found = {name: [cell[0] for cell in cells] for name, cells in first.items() if all(cells)}  # measured on all
     assert len(found) >= 6
     return found
 

@@ -33,10 +33,11 @@ over the test set; *proved* is the share of these. (results/certificates.md has 
 - *frozen, 64* and *frozen, 1*: `pcdeq.freeze(model, certified=True)`, in calls of 64 images and of one.
 - *enclose*: `layer.enclose(x)` over `layer.solve(x)`, 16 images, the worst layer.
 
-MC costs more because its three equilibria enlarge what a solve of the plain pass leaves open: bounds around solves to
-1e-4 settle none of 64 digits with tanh, and would not if rounding were a sixteenth of what it may be. The solves of the
-proof are finer than float32 can be, and convolutions in float64 take several times as long. `layer.enclose` gives
-bounds as tight as the solve, place by place and for that in float64 on large convolutions; it was not made cheaper.
+MC costs more because its three equilibria enlarge what a solve of the plain pass leaves open: in a throw-away trial,
+bounds around solves to 1e-4 settled none of 64 digits with tanh, and one if rounding had been a sixteenth of what it
+may be. The solves of the proof are finer than float32 can be, and convolutions in float64 take several times as long.
+`layer.enclose` gives bounds as tight as the solve, place by place and for that in float64 on large convolutions;
+it was not made cheaper.
 
 | network | data | images | proved | certify | without C | frozen, 64 | frozen, 1 | enclose |
 |---|---|---|---|---|---|---|---|---|

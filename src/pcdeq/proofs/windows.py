@@ -29,7 +29,7 @@ class MaxPool(Largest):
         return self.module(x)
 
     def keeps_channels(self, rank: int) -> bool:
-        return rank == int(self.plain.__name__[-2]) + 2
+        return rank == _space(self.plain) + 2
 
     def pull(self, functional: Functional, box: Box) -> Functional:
         if box.lower.ndim != 4 or self.plain is not nn.MaxPool2d:
@@ -69,7 +69,7 @@ class Averages(Affine):
 
     def space(self) -> int:
         """How many dimensions its windows have; batch and channels come before them."""
-        return int(self.plain.__name__[-2])
+        return _space(self.plain)
 
 
 @kind(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -107,6 +107,11 @@ class AdaptiveAverage(Averages):
 
     def commutes(self, rank: int | None) -> bool:
         return rank == self.space() + 2
+
+
+def _space(plain: type[nn.Module]) -> int:
+    """Over how many dimensions one of torch's poolings goes, which is what it is called by: MaxPool2d."""
+    return int(plain.__name__[-2])
 
 
 def _each(given: Any, dims: int) -> tuple[Any, ...]:

@@ -10,13 +10,20 @@
 #include <math.h>
 #include <string.h>
 
-typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+enum { OUT = 4, IN = 6, FREQUENCIES = IN * IN };
+enum { SUMS = 12 }; /* with the weights and one number, what the sixteen registers of AVX2 hold */
+enum { CHUNK = 192 * 1024 }; /* numbers that are worked on at a time: the second cache holds them, and weights are read less often */
+enum { APART = 16 }; /* numbers between two frequencies, lest all fall into the same sets of the first cache */
+
+/* Vectors of LANES, and `wide` ones of twice as many for the processors that have them. */
+#define WIDTH 8
+#include "tiles.h"
+#define WIDTH 16
+#include "tiles.h"
+
+typedef vector_8 vector;
 #define AT(pointer) (*(const vector *)(pointer))
 #define SET(pointer) (*(vector *)(pointer))
-
-enum { OUT = 4, IN = 6, FREQUENCIES = IN * IN };
-enum { CHUNK = 96 * 1024 }; /* numbers: what is worked on at a time stays in the second cache */
-enum { APART = 16 };        /* numbers between two frequencies, lest all fall into the same sets of the first cache */
 
 static int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -74,31 +81,9 @@ void store(const layout *l, const strides *t, const float *from, float *to)
     }
 }
 
-/* The transforms in one dimension: six inputs, four outputs, three weights. */
-INLINE void transform_input(const vector *d, int64_t step, vector *out, int64_t out_step)
-{
-    const vector even = d[4 * step] - 4.0f * d[2 * step], odd = d[3 * step] - 4.0f * d[step];
-    const vector near = d[4 * step] - d[2 * step], twice = 2.0f * (d[3 * step] - d[step]);
-    out[0] = 4.0f * d[0] - 5.0f * d[2 * step] + d[4 * step];
-    out[out_step] = even + odd;
-    out[2 * out_step] = even - odd;
-    out[3 * out_step] = near + twice;
-    out[4 * out_step] = near - twice;
-    out[5 * out_step] = 4.0f * d[step] - 5.0f * d[3 * step] + d[5 * step];
-}
-
-INLINE void transform_output(const vector *m, int64_t step, vector *out, int64_t out_step)
-{
-    const vector sum1 = m[step] + m[2 * step], difference1 = m[step] - m[2 * step];
-    const vector sum2 = m[3 * step] + m[4 * step], difference2 = m[3 * step] - m[4 * step];
-    out[0] = m[0] + sum1 + sum2;
-    out[out_step] = difference1 + 2.0f * difference2;
-    out[2 * out_step] = sum1 + 4.0f * sum2;
-    out[3 * out_step] = difference1 + 8.0f * difference2 + m[5 * step];
-}
-
 typedef double wide __attribute__((vector_size(LANES * sizeof(double))));
 
+/* Winograd's transform of three weights in one dimension. */
 INLINE void transform_weight(const wide *w, int64_t step, wide *out, int64_t out_step)
 {
     const wide a = w[0], b = w[step], c = w[2 * step];
@@ -180,70 +165,13 @@ void pack_plain(const layout *l, int transposed, const float *weight, float *pac
                 packed[(tap * l->lanes + i) * l->lanes + o] = weight[9 * (transposed ? i * n + o : o * n + i) + (transposed ? 8 - tap : tap)];
 }
 
-/* out[row] = Σ_j a[row][j] weight[j], or so much more, for some rows and vectors of outputs, all sums in registers. */
-INLINE void multiply_tile(int more, int rows, int vectors, int64_t inputs, int64_t lanes, const float *a,
-                          const float *weight, float *out)
-{
-    vector sum[6][3];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) sum[r][v] = more ? AT(out + r * lanes + v * LANES) : (vector){ 0 };
-    for (int64_t j = 0; j < inputs; j++) {
-        const float *w = weight + j * lanes;
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            const vector number = a[r * lanes + j] - (vector){ 0 };
-#pragma GCC unroll 3
-            for (int v = 0; v < vectors; v++) sum[r][v] += number * AT(w + v * LANES);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) SET(out + r * lanes + v * LANES) = sum[r][v];
-}
-
-/* The same for all rows, `most` at a time, and some vectors of outputs. */
-INLINE void multiply_columns(int more, int most, int vectors, int64_t rows, int64_t inputs, int64_t lanes,
-                             const float *a, const float *weight, float *out)
-{
-    int64_t r = 0;
-#define ROWS(COUNT) multiply_tile(more, COUNT, vectors, inputs, lanes, a + r * lanes, weight, out + r * lanes)
-    for (; r + most <= rows; r += most) ROWS(most);
-    if (most > 4 && r + 4 <= rows) {
-        ROWS(4);
-        r += 4;
-    }
-    for (; r + 2 <= rows; r += 2) ROWS(2);
-    for (; r < rows; r++) ROWS(1);
-#undef ROWS
-}
-
-/* Twelve sums, the vectors of weights and one number: the sixteen registers of AVX2. */
-INLINE void multiply(int more, int64_t rows, int64_t inputs, int64_t lanes, const float *a, const float *weight,
-                     float *out)
+/* out[row] = Σ_j a[row][j] weight[j], or so much more, for all rows. */
+INLINE void multiply(int wide, int more, int64_t rows, int64_t inputs, int64_t lanes, const float *a,
+                     const float *weight, float *out)
 {
     int64_t at = 0;
-    for (; lanes - at >= 4 * LANES || lanes - at == 2 * LANES; at += 2 * LANES)
-        multiply_columns(more, 6, 2, rows, inputs, lanes, a, weight + at, out + at);
-    if (lanes - at == 3 * LANES) multiply_columns(more, 4, 3, rows, inputs, lanes, a, weight + at, out + at);
-    else if (lanes > at) multiply_columns(more, 6, 1, rows, inputs, lanes, a, weight + at, out + at);
-}
-
-/* One row of a matrix by ten vectors of outputs at a time, for a single vector z. */
-INLINE void multiply_vector(int64_t inputs, int64_t lanes, const float *z, const float *weight, float *out)
-{
-    int64_t at = 0;
-#define BLOCK(VECTORS)                                                                              \
-    for (; at + (VECTORS) * LANES <= lanes; at += (VECTORS) * LANES) {                              \
-        vector sum[VECTORS];                                                                        \
-        for (int v = 0; v < (VECTORS); v++) sum[v] = (vector){ 0 };                                 \
-        for (int64_t j = 0; j < inputs; j++)                                                        \
-            _Pragma("GCC unroll 10") for (int v = 0; v < (VECTORS); v++)                            \
-                sum[v] += z[j] * AT(weight + j * lanes + at + v * LANES);                           \
-        for (int v = 0; v < (VECTORS); v++) SET(out + at + v * LANES) = sum[v];                     \
-    }
-    BLOCK(10)
-    BLOCK(4)
-    BLOCK(1)
-#undef BLOCK
+    if (wide) at = multiply_16(at, more, rows, inputs, lanes, a, weight, out);
+    multiply_8(at, more, rows, inputs, lanes, a, weight, out);
 }
 
 /* How many rows of tiles to work on at a time. */
@@ -259,71 +187,103 @@ int64_t product_space(const layout *l)
 }
 
 /* Some rows of tiles, in the order frequency, tile, channel. */
-INLINE void gather_tiles(const layout *l, const float *z, int64_t rows, float *out)
+INLINE void gather_tiles(int wide, const layout *l, const float *z, int64_t rows, float *out)
 {
     const int64_t tiles = rows * l->tiles_across, frequency = tiles * l->lanes + APART;
-    for (int64_t tile = 0; tile < tiles; tile++) {
+    for (int64_t tile = 0; tile < tiles; tile++, out += l->lanes) {
         const float *corner = z + tile / l->tiles_across * OUT * l->stride + tile % l->tiles_across * OUT * l->lanes;
-        for (int64_t c = 0; c < l->lanes; c += LANES) {
-            vector d[FREQUENCIES], half[FREQUENCIES];
-            for (int y = 0; y < IN; y++)
-                for (int x = 0; x < IN; x++) d[y * IN + x] = AT(corner + y * l->stride + x * l->lanes + c);
-            for (int x = 0; x < IN; x++) transform_input(d + x, IN, half + x, IN);
-            for (int y = 0; y < IN; y++) transform_input(half + y * IN, 1, d + y * IN, 1);
-            for (int f = 0; f < FREQUENCIES; f++) SET(out + f * frequency + tile * l->lanes + c) = d[f];
-        }
+        int64_t c = 0;
+#define GATHER(WIDTH) \
+    for (; c + WIDTH <= l->lanes; c += WIDTH) gather_tile_##WIDTH(l->stride, l->lanes, corner + c, frequency, out + c)
+        if (wide) GATHER(16);
+        GATHER(8);
+#undef GATHER
     }
 }
 
 /* The outputs of the tiles, without those beyond the image. */
-INLINE void scatter_tiles(const layout *l, const float *in, int64_t first_row, int64_t rows, float *out)
+INLINE void scatter_tiles(int wide, const layout *l, const float *in, int64_t first_row, int64_t rows, float *out)
 {
     const int64_t tiles = rows * l->tiles_across, frequency = tiles * l->lanes + APART;
-    for (int64_t tile = 0; tile < tiles; tile++) {
+    for (int64_t tile = 0; tile < tiles; tile++, in += l->lanes) {
         const int64_t top = (first_row + tile / l->tiles_across) * OUT, left = tile % l->tiles_across * OUT;
         const int64_t down = l->height - top < OUT ? l->height - top : OUT;
         const int64_t across = l->width - left < OUT ? l->width - left : OUT;
-        for (int64_t c = 0; c < l->lanes; c += LANES) {
-            vector m[FREQUENCIES], half[OUT * IN], whole[OUT * OUT];
-            for (int f = 0; f < FREQUENCIES; f++) m[f] = AT(in + f * frequency + tile * l->lanes + c);
-            for (int x = 0; x < IN; x++) transform_output(m + x, IN, half + x, IN);
-            for (int y = 0; y < OUT; y++) transform_output(half + y * IN, 1, whole + y * OUT, 1);
-            for (int64_t y = 0; y < down; y++)
-                for (int64_t x = 0; x < across; x++)
-                    SET(out + (top + y) * l->n + (left + x) * l->lanes + c) = whole[y * OUT + x];
-        }
+        float *corner = out + top * l->n + left * l->lanes;
+        int64_t c = 0;
+#define SCATTER(WIDTH)                        \
+    for (; c + WIDTH <= l->lanes; c += WIDTH) \
+    scatter_tile_##WIDTH(frequency, in + c, down, across, l->n, l->lanes, corner + c)
+        if (wide) SCATTER(16);
+        SCATTER(8);
+#undef SCATTER
     }
 }
 
-VERSIONS
-void product(const layout *l, const float *packed, const float *z, float *out, float *space)
+INLINE void product_of_tiles(int wide, const layout *l, const float *packed, const float *z, float *out, float *space)
 {
-    if (!l->conv) {
-        multiply_vector(l->channels, l->lanes, z, packed, out);
-        return;
-    }
-    const int64_t most = rows_at_a_time(l);
+    const int64_t most = rows_at_a_time(l), weights = l->channels * l->lanes;
     for (int64_t row = 0; row < l->tiles_down; row += most) {
         const int64_t rows = l->tiles_down - row < most ? l->tiles_down - row : most, tiles = rows * l->tiles_across;
-        const int64_t size = tiles * l->lanes + APART, weights = l->channels * l->lanes;
+        const int64_t size = tiles * l->lanes + APART;
         float *inputs = space, *outputs = space + FREQUENCIES * size;
-        gather_tiles(l, z - l->first + row * OUT * l->stride, rows, inputs);
+        gather_tiles(wide, l, z - l->first + row * OUT * l->stride, rows, inputs);
         for (int f = 0; f < FREQUENCIES; f++)
-            multiply(0, tiles, l->channels, l->lanes, inputs + f * size, packed + f * weights, outputs + f * size);
-        scatter_tiles(l, outputs, row, rows, out);
+            multiply(wide, 0, tiles, l->channels, l->lanes, inputs + f * size, packed + f * weights, outputs + f * size);
+        scatter_tiles(wide, l, outputs, row, rows, out);
     }
 }
 
 /* Three pixels side by side are 3 * lanes numbers in a row, so a row of the kernel is one product of matrices. */
-VERSIONS
-void plain_product(const layout *l, const float *packed, const float *z, float *out)
+INLINE void product_of_rows(int wide, const layout *l, const float *packed, const float *z, float *out)
 {
     const int64_t inputs = 3 * l->lanes, weights = inputs * l->lanes;
     for (int64_t y = 0; y < l->height; y++) {
         const float *above = z - l->first + y * l->stride;
         for (int64_t row = 0; row < 3; row++)
-            multiply(row > 0, l->width, inputs, l->lanes, above + row * l->stride, packed + row * weights, out + y * l->n);
+            multiply(wide, row > 0, l->width, inputs, l->lanes, above + row * l->stride, packed + row * weights,
+                     out + y * l->n);
     }
+}
+
+/* By vectors of either width: Wz of a matrix; of a convolution, with scratch memory; without, by plain sums. */
+INLINE void multiply_sample(int wide, const layout *l, const float *packed, const float *z, float *out, float *space)
+{
+    if (l->conv && space) product_of_tiles(wide, l, packed, z, out, space);
+    else if (l->conv) product_of_rows(wide, l, packed, z, out);
+    else if (wide && l->lanes >= 2 * LANES) multiply_vector_16(l->channels, l->lanes, z, packed, out);
+    else multiply_vector_8(l->channels, l->lanes, z, packed, out);
+}
+
+VERSIONS
+static void multiply_narrow(const layout *l, const float *packed, const float *z, float *out, float *space)
+{
+    multiply_sample(0, l, packed, z, out, space);
+}
+
+#if CLONED
+#define HAS_WIDE __builtin_cpu_supports("x86-64-v4")
+__attribute__((target("arch=x86-64-v4")))
+#elif defined(__AVX512F__)
+#define HAS_WIDE 1
+#else
+#define HAS_WIDE 0
+#endif
+static void multiply_wide(const layout *l, const float *packed, const float *z, float *out, float *space)
+{
+    multiply_sample(1, l, packed, z, out, space);
+}
+
+#define MULTIPLY (HAS_WIDE ? multiply_wide : multiply_narrow)
+
+void product(const layout *l, const float *packed, const float *z, float *out, float *space)
+{
+    MULTIPLY(l, packed, z, out, space);
+}
+
+void plain_product(const layout *l, const float *packed, const float *z, float *out)
+{
+    MULTIPLY(l, packed, z, out, NULL);
 }
 
 /* Comparisons by vectors, whose result is all bits or none: a compiler would not reorder those of single numbers. */

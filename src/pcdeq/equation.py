@@ -176,7 +176,8 @@ class Adjoint:
         dims = tuple(range(1, self.grad.ndim))
         if not self.grad.numel():
             return self, None
-        peak = torch.linalg.vector_norm(self.grad, ord=torch.inf, dim=dims, keepdim=True)
+        # torch's norm of this kind takes as long as ten of these (2.13)
+        peak = torch.maximum(self.grad.amax(dims, keepdim=True), -self.grad.amin(dims, keepdim=True))
         if at_hand(peak) and bool(((found := numbers(peak)) > SMALLEST).all() and (found < LARGEST).all()):
             return self, None
         exponent = torch.frexp(torch.nan_to_num(peak, nan=1.0, posinf=1.0)).exponent.clamp(-126, 126)

@@ -280,6 +280,11 @@ class TestRefused:
         with pytest.raises(UsageError, match="neither a folder"):
             Network.from_pretrained(source)
 
+    @pytest.mark.parametrize("source", [None, 3, b"pcdeq-1-l-tanh-mnist"])
+    def test_what_is_no_name(self, source):
+        with pytest.raises(UsageError, match="load takes a run, its folder or a name"):
+            load(source)
+
     def test_what_is_code_is_not_saved(self, tmp_path):
         own = pcdeq.Activation("own", lambda y: 1 - torch.exp2(-y), supremum=1.0)
         for model in (L((4,), activation=own), L((4,), injection=torch.nn.functional.softplus)):

@@ -112,6 +112,11 @@ def test_an_operator_of_the_users_without_inputs():
     assert tried.layers[0].reason.endswith("W >= 0, as the images of all 15 unit vectors show")
 
 
+def test_what_is_no_network_is_refused():
+    with pytest.raises(UsageError, match="not NoneType"):
+        pcdeq.check(None)  # pyright: ignore[reportArgumentType]
+
+
 class SubtractingMap(pcdeq.LinearMap):
     """A matrix of positive numbers, but for one entry."""
 

@@ -330,6 +330,16 @@ class TestDiskFull:
         assert run.load().epoch == 1
         assert sorted(path.name for path in run.path.iterdir()) == ["config.json", "last", "metrics.jsonl"]
 
+    def test_in_the_first_epoch_nothing_is_claimed_to_be_kept(self, tmp_path, monkeypatch):
+        run = new_run(tmp_path / "r")
+
+        def full(file, content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(files, "write_through", full)
+        with pytest.raises(PcdeqError, match=r"No space left on device; nothing was kept yet: make room.*--resume"):
+            run.save("last", checkpoint(1))
+
     def test_a_real_limit(self, tmp_path):
         run = new_run(tmp_path / "r")
         run.save("last", checkpoint(1))

@@ -132,6 +132,8 @@ def load(source: str | os.PathLike[str], checkpoint: Which = "last") -> Network:
     """
     if checkpoint not in get_args(Which):
         raise UsageError(f"checkpoint must be 'last' or 'best', got {checkpoint!r}")
+    if not isinstance(source, (str, os.PathLike)):
+        raise UsageError(f"load takes a run, its folder or a name of pcdeq.models.pretrained_names(), got {source!r}")
     folder = Path(source)
     config = folder / CONFIG
     told = read_json(config) if config.is_file() else None

@@ -86,6 +86,8 @@ def check(model: nn.Module, images: Tensor | None = None) -> Report:
     >>> report.holds, report.layers[0].steps, report.layers[0].measured_rate < report.layers[0].rate
     (True, 8, True)
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"check takes a network, an nn.Module, not {type(model).__name__}")
     layers = {name or "model": module for name, module in model.named_modules() if isinstance(module, PcDEQ)}
     if not layers:
         raise UsageError("the model has no pcDEQ layer, whose guarantee could be checked")

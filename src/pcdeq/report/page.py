@@ -119,6 +119,10 @@ def _environments(runs: Sequence[Run]) -> list[str]:
     return [f"runs {count}, {text}" for text, count in counts.most_common()]
 
 
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
 def as_markdown(content: Content, out: Path, figures: Path) -> str:
     """For a repository: tables and links to the pictures beside it."""
     bench = "" if content.bench is None else f" --bench {content.bench}"
@@ -130,7 +134,7 @@ def as_markdown(content: Content, out: Path, figures: Path) -> str:
             parts.append(markdown_table(ran))
         if idle := [row for row in rows if row.shown is None]:
             cells = [{**_first(row.cells()), "command": f"`{row.to_come}`"} for row in idle]
-            parts.append(_folded(f"{len(idle)} rows not trained to the end, with their commands", cells))
+            parts.append(_folded(f"{_rows(len(idle))} not trained to the end, with their commands", cells))
         lines = [line.cells() for line in content.tables[data] if line.runs]
         for entry in lines:
             entry["command"] = f"`{entry['command']}`"
@@ -178,7 +182,7 @@ def as_html(content: Content) -> str:
     menu = "".join(f'<a href="#{name}">{html.escape(_heading(name))}</a>' for name in links)
     idle = sum(row.shown is None for row in content.all_rows)
     ask = (
-        f'<label><input type="checkbox" id="idle"> also the {idle} rows not trained to the end</label>' if idle else ""
+        f'<label><input type="checkbox" id="idle"> also the {_rows(idle)} not trained to the end</label>' if idle else ""
     )
     notes = html.escape(f"{NOTES} Press a heading to sort, a row for its command.")
     verdict = f'<p class="summary">{html.escape(verdict_in_words(content.all_rows))}</p>'

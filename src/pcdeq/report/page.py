@@ -182,7 +182,9 @@ def as_html(content: Content) -> str:
     menu = "".join(f'<a href="#{name}">{html.escape(_heading(name))}</a>' for name in links)
     idle = sum(row.shown is None for row in content.all_rows)
     ask = (
-        f'<label><input type="checkbox" id="idle"> also the {_rows(idle)} not trained to the end</label>' if idle else ""
+        f'<label><input type="checkbox" id="idle"> also the {_rows(idle)} not trained to the end</label>'
+        if idle
+        else ""
     )
     notes = html.escape(f"{NOTES} Press a heading to sort, a row for its command.")
     verdict = f'<p class="summary">{html.escape(verdict_in_words(content.all_rows))}</p>'

@@ -308,7 +308,8 @@ class Run(os.PathLike[str]):
             remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that it can be written"
             kept = "the last complete state is intact" if self.has("last") else "nothing was kept yet"
             raise PcdeqError(
-                f"could not write to {self.path}: {error.strerror or error}; {kept}: {remedy}, then `{self.resume_command}`"
+                f"could not write to {self.path}: {error.strerror or error}; {kept}: "
+                f"{remedy}, then `{self.resume_command}`"
             ) from error
 
 

@@ -34,6 +34,7 @@ from pcdeq.recipes import ResolvedConfig, TrainConfig, find_row
 from pcdeq.training.counting import count_papers_steps
 from pcdeq.training.display import Display, Lines, ProgressKind, make_display
 from pcdeq.training.evaluation import Device, measure
+from pcdeq.training.memory import kept_memory
 from pcdeq.training.objective import Objective, objective_after, plain_loss
 from pcdeq.training.optim import learning_rate
 from pcdeq.training.run import EpochMetrics, Run
@@ -109,7 +110,8 @@ def _fit(session: Session, run: Run, display: Display) -> Run:
     if config.epochs < done:
         raise UsageError(f"{run.path} has {done} epochs already; epochs must be at least that, got {config.epochs}")
     try:
-        with run.alone() if main else nullcontext(), _settings(config):
+        on_cpu = session.accelerator.device.type == "cpu"
+        with run.alone() if main else nullcontext(), _settings(config), kept_memory() if on_cpu else nullcontext():
             if main:
                 run = run.rewind(config, last)
             lines = run.metrics if main else []

@@ -165,3 +165,19 @@ def test_gradients_agree_with_finite_differences(activation, training):
 def test_what_has_no_bounds_is_said(model, message):
     with pytest.raises(UsageError, match=message):
         worst_case_scores(model, torch.rand(1, 4), torch.tensor([0]), 0.1)
+
+
+def test_gradients_of_images_keep_their_layout():
+    """In another layout than the forward pass, every layer before would copy, or be slow."""
+    layouts = []
+
+    def watched(x):
+        y = 2 * x
+        y.register_hook(lambda grad: layouts.append(grad.is_contiguous(memory_format=torch.channels_last)))
+        return y
+
+    x = torch.rand(4, 3, 5, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    bounds = Bounds(x, x, x).map(watched)
+    (bounds.clean * bounds.lower - bounds.upper).square().sum().backward()
+    assert layouts == [True]
+    torch.testing.assert_close(x.grad, 4 * (4 * x**2 - 2 * x) * (4 * x - 1))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import pcdeq
@@ -72,6 +73,42 @@ def test_the_network_begins_with_a_clip_that_hides_noise_on_black_and_white(robu
     # A radius beyond one half leaves nothing to see, but is no error.
     limits = open_session(replace(robust, robust_radius=0.9), quiet=True).network[0]
     assert (limits.low < limits.high).all()
+
+
+def test_explicit_layers_begin_with_weights_that_keep_the_width_of_bounds(robust):
+    for row, channels in (("pcdeq-1-l-tanh", (400,)), ("pcdeq-1-mc-tanh", (40, 50, 60))):
+        config = replace(robust, row=row, channels=channels)
+        network = open_session(config, quiet=True).network
+        plain = open_session(replace(config, robust_radius=None), quiet=True).network
+        layers = [layer for layer in network if isinstance(layer, nn.Linear | nn.Conv2d)]
+        sums = [layer.weight.abs().flatten(1).sum(1).mean().item() for layer in layers]
+        assert sums == pytest.approx([2.0] * len(layers), rel=0.15)
+        assert plain.classifier.weight.abs().sum(1).mean() > 3
+
+
+def test_pictures_are_made_smaller_first_where_the_recipe_says_so(robust, tmp_path):
+    ours = replace(robust, row="pcdeq-1-l-tanh")
+    network = open_session(ours, quiet=True).network
+    assert [name for name, _ in network.named_children()][:3] == ["clip", "shrink", "flatten"]
+    assert network.lift.in_features == 14 * 14
+    assert TrainConfig("pcdeq-1-l-tanh").resolve().shrink == 1
+    assert open_session(replace(ours, shrink=1), quiet=True).network.lift.in_features == 28 * 28
+    again = Network.from_pretrained(network.save_pretrained(tmp_path / "saved"))
+    images = torch.rand(3, 1, 28, 28)
+    torch.testing.assert_close(again(images), network.eval()(images))
+    with pytest.raises(
+        UsageError, match="at most the size of a picture, 28 x 28; got 29"
+    ):
+        open_session(replace(ours, shrink=29), quiet=True)
+
+
+def test_a_run_against_noise_from_before_pictures_were_made_smaller(robust):
+    run = train(replace(robust, row="pcdeq-1-l-tanh", shrink=1, epochs=1), progress="none")
+    description = json.loads((run.path / "config.json").read_text())
+    del description["config"]["shrink"]
+    (run.path / "config.json").write_text(json.dumps(description))
+    assert Run.open(run.path).config.shrink == 1
+    assert load(run.path).lift.in_features == 28 * 28
 
 
 def test_the_clip_is_saved_and_restored(robust, tmp_path):

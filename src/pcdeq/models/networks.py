@@ -119,6 +119,7 @@ class Network(nn.Sequential):
         channels: the width of each equilibrium layer.
         image_shape: channels, height and width of the images.
         clip: begin with a `Clip`, as networks do that are trained against noise; `clip_pixels` sets its limits.
+        shrink: then take the largest number of each square of so many pixels a side, as a smaller picture.
         options: keywords for the equilibrium layers.
     """
 
@@ -134,14 +135,19 @@ class Network(nn.Sequential):
         num_classes: int = 10,
         *,
         clip: bool = False,
+        shrink: int = 1,
         **options: Unpack[LayerOptions],
     ) -> None:
         self.check_channels(channels)
         first: Named = {"clip": Clip(image_shape[0])} if clip else {}
-        super().__init__(OrderedDict(first | self.layers(channels, image_shape, num_classes, options)))
+        if shrink != 1:
+            first["shrink"] = nn.MaxPool2d(shrink)
+        rest = self.layers(channels, _shrunk(image_shape, shrink), num_classes, options)
+        super().__init__(OrderedDict(first | rest))
         self.channels = channels
         self.image_shape = image_shape
         self.num_classes = num_classes
+        self.shrink_by = shrink
         self.options = options
         self.preprocessing: Preprocessing | None = None  # set by whoever knows the data
         self.training_facts: TrainingFacts | None = None  # set by whoever trained it; for the model card
@@ -156,6 +162,16 @@ class Network(nn.Sequential):
             raise UsageError(f"the margin of a clip must be at least 0 and below 0.5, got {margin}")
         for limit, pixel in ((clip.low, margin), (clip.high, 1 - margin)):
             limit.copy_(given.normalise(torch.full((), pixel)).expand_as(limit))
+
+    def start_for_bounds(self) -> None:
+        """Draw the weights of explicit layers anew, so that bounds begin no wider than what goes in (Shi et al. 2021).
+
+        From N(0, sqrt(2 pi) / fan-in): |w| sums up to 2 over the inputs of a unit, whatever their number, and of two
+        units one is on. Batch norm undoes the scale of the layer before it, which then only learns faster.
+        """
+        for layer in self:
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                nn.init.normal_(layer.weight, std=math.sqrt(2 * math.pi) / layer.weight[0].numel())
 
     @classmethod
     def check_channels(cls, channels: Widths) -> None:
@@ -231,6 +247,14 @@ class Network(nn.Sequential):
 
 # A subclass says what it consists of; its forward pass is that of its layers, in line, after a check of the shape.
 know_container(Network, may_override=("layers", "check_channels", "_stage", "save_pretrained", "push_to_hub"))
+
+
+def _shrunk(image_shape: ImageShape, by: int) -> ImageShape:
+    """The shape that a max pool leaves."""
+    colours, height, width = image_shape
+    if not 1 <= by <= min(height, width):
+        raise UsageError(f"shrink must be at least 1 and at most the size of a picture, {height} x {width}; got {by}")
+    return colours, height // by, width // by
 
 
 def equilibrium_layers(model: nn.Module) -> list[SolvingLayer]:

@@ -45,12 +45,14 @@ def build(
     image_shape: ImageShape | None = None,
     channels: tuple[int, ...] | None = None,
     clip: bool = False,
+    shrink: int = 1,
     **options: Unpack[LayerOptions],
 ) -> Network:
     """The untrained network of a row, for its data or for yours.
 
-    With ``clip`` it begins with a `pcdeq.models.Clip`, as networks do that are trained against noise. ``options`` go
-    to the equilibrium layers, such as ``solver=Picard(stop="batch")``.
+    With ``clip`` it begins with a `pcdeq.models.Clip`, as networks do that are trained against noise, and with
+    ``shrink`` it sees only the largest number of each square of so many pixels a side. ``options`` go to the
+    equilibrium layers, such as ``solver=Picard(stop="batch")``.
 
     >>> model = build("pcdeq-1-mc-relu6", data="cifar10")
     >>> sum(parameter.numel() for parameter in model.parameters())
@@ -72,6 +74,7 @@ def build(
         image_shape or _IMAGE_SHAPES[row.dataset],
         num_classes or 10,
         clip=clip,
+        shrink=shrink,
         **options,
     )
 
@@ -85,11 +88,13 @@ def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing:
         num_classes=len(preprocessing.classes),
         channels=config.channels,
         clip=config.robust_radius is not None,
+        shrink=config.shrink,
         solver=_SOLVERS[config.solver],
     )
     network.preprocessing = preprocessing
     if config.training_radius is not None:
         network.clip_pixels(min(config.training_radius, WIDEST_CLIP))
+        network.start_for_bounds()
     given = {"tol": config.tol, "max_steps": config.max_steps}
     changes = {name: value for name, value in given.items() if value is not None}
     layers = equilibrium_layers(network)

@@ -68,6 +68,7 @@ class Row:
     average: float = 0.0
     loosen: float = 1.0
     recalibrate: bool = False
+    shrink: int = 1
 
     @property
     def kind(self) -> str:

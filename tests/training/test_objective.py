@@ -96,9 +96,7 @@ def test_pictures_are_made_smaller_first_where_the_recipe_says_so(robust, tmp_pa
     again = Network.from_pretrained(network.save_pretrained(tmp_path / "saved"))
     images = torch.rand(3, 1, 28, 28)
     torch.testing.assert_close(again(images), network.eval()(images))
-    with pytest.raises(
-        UsageError, match="at most the size of a picture, 28 x 28; got 29"
-    ):
+    with pytest.raises(UsageError, match="at most the size of a picture, 28 x 28; got 29"):
         open_session(replace(ours, shrink=29), quiet=True)
 
 

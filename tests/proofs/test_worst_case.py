@@ -15,7 +15,7 @@ from pcdeq.proofs.network import recognise
 from pcdeq.proofs.rules import bound
 from pcdeq.proofs.worst_case import worst_case_scores
 
-ROWS = [f"pcdeq-{kind}-{size}" for size in ("l", "sc", "mc") for kind in ("1", "2")]
+ROWS = [f"pcdeq-{kind}-{size}" for size in ("l", "sc", "mc", "tc") for kind in ("1", "2")]
 ACTIVATIONS = {"1": ("relu6", "tanh", "softsign"), "2": ("sigmoid",)}
 NAMES = [f"{row}-{activation}" for row in ROWS for activation in ACTIVATIONS[row.split("-")[1]]]
 
@@ -23,7 +23,7 @@ NAMES = [f"{row}-{activation}" for row in ROWS for activation in ACTIVATIONS[row
 def network(name, dtype=torch.float64):
     """A small network, its equilibria to 1e-11 in float64, with weights that are not those of the start."""
     torch.manual_seed(0)
-    channels = {"l": (10,), "sc": (4,), "mc": (3, 4, 5)}[name.split("-")[2]]
+    channels = {"l": (10,), "sc": (4,), "mc": (3, 4, 5), "tc": (3, 4)}[name.split("-")[2]]
     model = build(name, image_shape=(2, 20, 20), channels=channels, num_classes=4).to(dtype)
     for layer in equilibrium_layers(model):
         tol = 1e-11 if dtype == torch.float64 else 1e-5

@@ -74,7 +74,7 @@ class TestRows:
             like = find_row(row.name.replace("-tc-", "-mc-"))
             same = ("family", "activation", "epochs", "lr", "schedule", "lr_step", "weight_decay", "batch_size")
             assert all(getattr(row, name) == getattr(like, name) for name in same)
-            assert (row.accuracy, row.dataset, row.against_noise().shrink) == (None, "mnist", 2)
+            assert (row.accuracy, row.dataset, row.against_noise().schedule) == (None, "mnist", "one-cycle")
 
     def test_kind_agrees_with_activation(self):
         for row in rows():

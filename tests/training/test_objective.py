@@ -86,29 +86,6 @@ def test_explicit_layers_begin_with_weights_that_keep_the_width_of_bounds(robust
         assert plain.classifier.weight.abs().sum(1).mean() > 3
 
 
-def test_pictures_are_made_smaller_first_where_the_recipe_says_so(robust, tmp_path):
-    ours = replace(robust, row="pcdeq-1-l-tanh")
-    network = open_session(ours, quiet=True).network
-    assert [name for name, _ in network.named_children()][:3] == ["clip", "shrink", "flatten"]
-    assert network.lift.in_features == 14 * 14
-    assert TrainConfig("pcdeq-1-l-tanh").resolve().shrink == 1
-    assert open_session(replace(ours, shrink=1), quiet=True).network.lift.in_features == 28 * 28
-    again = Network.from_pretrained(network.save_pretrained(tmp_path / "saved"))
-    images = torch.rand(3, 1, 28, 28)
-    torch.testing.assert_close(again(images), network.eval()(images))
-    with pytest.raises(UsageError, match="at most the size of a picture, 28 x 28; got 29"):
-        open_session(replace(ours, shrink=29), quiet=True)
-
-
-def test_a_run_against_noise_from_before_pictures_were_made_smaller(robust):
-    run = train(replace(robust, row="pcdeq-1-l-tanh", shrink=1, epochs=1), progress="none")
-    description = json.loads((run.path / "config.json").read_text())
-    del description["config"]["shrink"]
-    (run.path / "config.json").write_text(json.dumps(description))
-    assert Run.open(run.path).config.shrink == 1
-    assert load(run.path).lift.in_features == 28 * 28
-
-
 def test_the_clip_is_saved_and_restored(robust, tmp_path):
     run = train(replace(robust, epochs=1), progress="none")
     network = load(run)

@@ -55,7 +55,6 @@ class Description:
     image_shape: tuple[int, int, int]
     num_classes: int
     clip: bool = False  # whether it begins with one
-    shrink: int = 1  # by how much it makes pictures smaller first
     layers: dict[str, Any]  # options of the equilibrium layers, the same for all
     preprocessing: Preprocessing | None
     training: TrainingFacts | None
@@ -94,7 +93,6 @@ class Description:
             image_shape=model.image_shape,
             num_classes=model.num_classes,
             clip=isinstance(model[0], Clip),
-            shrink=model.shrink_by,
             layers=layers[0] if family == "pcdeq" else given | layers[0],
             preprocessing=model.preprocessing,
             training=model.training_facts,
@@ -130,8 +128,7 @@ class Description:
         if (self.family, self.topology) not in NETWORKS:
             raise UsageError(f"there is no network {self.topology} of the family {self.family}")
         kind = NETWORKS[self.family, self.topology]
-        first = {"clip": self.clip, "shrink": self.shrink}
-        network = kind(self.channels, self.image_shape, self.num_classes, **first, **options)
+        network = kind(self.channels, self.image_shape, self.num_classes, clip=self.clip, **options)
         network.preprocessing, network.training_facts = self.preprocessing, self.training
         return network
 

@@ -45,8 +45,7 @@ def told_by(run: Any) -> tuple[ResolvedConfig, ImageShape, Preprocessing]:
         check_type(run.get("versions", {}), dict[str, Any], "versions")
         check_type(tuple(run.get("command", ())), tuple[str, ...], "command")
         preprocessing = Preprocessing(tuple(data["mean"]), tuple(data["std"]), tuple(data["classes"]))
-        # Runs from before a setting that the recipe for noise now has, had none.
-        config = TrainConfig.from_dict({"shrink": 1, **run["config"]}).resolve(image_shape)
+        config = TrainConfig.from_dict(run["config"]).resolve(image_shape)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"this is not the configuration of a run: {error!r}") from error
     return config, image_shape, preprocessing

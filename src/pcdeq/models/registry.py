@@ -46,14 +46,12 @@ def build(
     image_shape: ImageShape | None = None,
     channels: tuple[int, ...] | None = None,
     clip: bool = False,
-    shrink: int = 1,
     **options: Unpack[LayerOptions],
 ) -> Network:
     """The untrained network of a row, for its data or for yours.
 
-    With ``clip`` it begins with a `pcdeq.models.Clip`, as networks do that are trained against noise, and with
-    ``shrink`` it sees only the largest number of each square of so many pixels a side. ``options`` go to the
-    equilibrium layers, such as ``solver=Picard(stop="batch")``.
+    With ``clip`` it begins with a `pcdeq.models.Clip`, as networks do that are trained against noise. ``options`` go
+    to the equilibrium layers, such as ``solver=Picard(stop="batch")``.
 
     >>> model = build("pcdeq-1-mc-relu6", data="cifar10")
     >>> sum(parameter.numel() for parameter in model.parameters())
@@ -75,7 +73,6 @@ def build(
         image_shape or _IMAGE_SHAPES[row.dataset],
         num_classes or 10,
         clip=clip,
-        shrink=shrink,
         **options,
     )
 
@@ -89,7 +86,6 @@ def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing:
         num_classes=len(preprocessing.classes),
         channels=config.channels,
         clip=config.robust_radius is not None,
-        shrink=config.shrink,
         solver=_SOLVERS[config.solver],
     )
     network.preprocessing = preprocessing

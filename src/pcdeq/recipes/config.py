@@ -44,8 +44,6 @@ class TrainConfig:
     """Cut and scale pictures of your own to so many pixels: 32, or width and height, 32x24. (default: as they are)"""
     channels: tuple[int, ...] | None = None
     """Width of each equilibrium layer. (default: the row's)"""
-    shrink: int | None = None
-    """Begin with the largest number of each square of so many pixels a side. (default: 1; the recipe's for noise)"""
     epochs: int | None = None
     """Passes over the training images. (default: the row's)"""
     steps_per_epoch: int | None = None
@@ -191,7 +189,6 @@ class ResolvedConfig(TrainConfig):
     """A configuration without open ends: what a run folder records and the trainer reads."""
 
     channels: tuple[int, ...] = field()
-    shrink: int = field()
     epochs: int = field()
     lr: float = field()
     schedule: Schedule = field()
@@ -213,11 +210,10 @@ _FROM_JSON: dict[str, tuple[type, type[Any]]] = {
     "data_dir": (str, Path),
     "out": (str, Path),
 }
-_COUNTS = "shrink epochs steps_per_epoch batch_size accumulate lr_step max_steps"
 # Of which settings what must hold, in words and as a test.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    (_COUNTS, "at least 1", lambda value: value >= 1),
-    (_COUNTS, "below 2^31", lambda value: value < 2**31),
+    ("epochs steps_per_epoch batch_size accumulate lr_step max_steps", "at least 1", lambda value: value >= 1),
+    ("epochs steps_per_epoch batch_size accumulate lr_step max_steps", "below 2^31", lambda value: value < 2**31),
     ("weight_decay seed", "at least 0", lambda value: value >= 0),
     ("seed", "below 2^63", lambda value: value < 2**63),
     ("weight_decay", "finite", lambda value: value < float("inf")),

@@ -68,7 +68,6 @@ class Row:
     average: float = 0.0
     loosen: float = 1.0
     recalibrate: bool = False
-    shrink: int = 1
 
     @property
     def kind(self) -> str:
@@ -159,7 +158,7 @@ def _like(row: Row, family: Family, title: str) -> Row:
 def _with_two_convolutions(row: Row) -> Row:
     """The row of our topology TC, for digits, that is trained like one of MC."""
     title = row.title.replace("-MC-", "-TC-")
-    changes = {"topology": "tc", "channels": (16, 32), "params": "79K", "parameters": 79290, "accuracy": None}
+    changes = {"topology": "tc", "channels": (16, 32), "params": "33K", "parameters": 32506, "accuracy": None}
     return replace(row, name=_name(title), title=title, **changes)
 
 

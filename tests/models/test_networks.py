@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from pcdeq.errors import UsageError
 from pcdeq.layers import PcDEQConv2d, PcDEQLinear
-from pcdeq.models import MC, SC, L, Preprocessing, build, equilibrium_layers
+from pcdeq.models import MC, SC, TC, L, Preprocessing, build, equilibrium_layers
 from pcdeq.operators import project_
-from pcdeq.recipes import rows
+from pcdeq.recipes import own_rows, rows
 from pcdeq.solvers import Picard
 
-PCDEQS = [row for row in rows() if row.family == "pcdeq"]
+PCDEQS = [row for row in (*rows(), *own_rows()) if row.family == "pcdeq"]
 SHAPES = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32)}
 
 
@@ -51,6 +51,15 @@ def test_topologies_are_the_papers():
     for model, kinds in ((L((8,)), dense), (SC((8,)), conv + head), (MC((4, 5, 6)), 3 * conv + head)):
         assert len(model) == len(kinds)
         assert all(isinstance(layer, kind) for layer, kind in zip(model, kinds, strict=True)), model
+
+
+def test_our_topology_has_nothing_between_its_equilibria_that_widens_bounds():
+    conv = [nn.Conv2d, nn.BatchNorm2d, PcDEQConv2d, nn.BatchNorm2d]
+    model = TC((4, 5), (3, 9, 12))
+    kinds = [*conv, *conv, nn.Flatten, nn.Linear]
+    assert all(isinstance(layer, kind) for layer, kind in zip(model, kinds, strict=True)), model
+    assert model.classifier.in_features == 5 * 3 * 3
+    assert model(torch.rand(2, 3, 9, 12)).shape == (2, 10)
 
 
 @pytest.mark.parametrize(("edge", "sizes"), [(28, (28, 13, 6)), (32, (32, 15, 7))])

@@ -15,7 +15,7 @@ from pcdeq.proofs.network import recognise
 from pcdeq.proofs.rules import bound
 from pcdeq.proofs.worst_case import worst_case_scores
 
-ROWS = [f"pcdeq-{kind}-{size}" for size in ("l", "sc", "mc") for kind in ("1", "2")]
+ROWS = [f"pcdeq-{kind}-{size}" for size in ("l", "sc", "mc", "tc") for kind in ("1", "2")]
 ACTIVATIONS = {"1": ("relu6", "tanh", "softsign"), "2": ("sigmoid",)}
 NAMES = [f"{row}-{activation}" for row in ROWS for activation in ACTIVATIONS[row.split("-")[1]]]
 
@@ -23,7 +23,7 @@ NAMES = [f"{row}-{activation}" for row in ROWS for activation in ACTIVATIONS[row
 def network(name, dtype=torch.float64):
     """A small network, its equilibria to 1e-11 in float64, with weights that are not those of the start."""
     torch.manual_seed(0)
-    channels = {"l": (10,), "sc": (4,), "mc": (3, 4, 5)}[name.split("-")[2]]
+    channels = {"l": (10,), "sc": (4,), "mc": (3, 4, 5), "tc": (3, 4)}[name.split("-")[2]]
     model = build(name, image_shape=(2, 20, 20), channels=channels, num_classes=4).to(dtype)
     for layer in equilibrium_layers(model):
         tol = 1e-11 if dtype == torch.float64 else 1e-5
@@ -165,3 +165,19 @@ def test_gradients_agree_with_finite_differences(activation, training):
 def test_what_has_no_bounds_is_said(model, message):
     with pytest.raises(UsageError, match=message):
         worst_case_scores(model, torch.rand(1, 4), torch.tensor([0]), 0.1)
+
+
+def test_gradients_of_images_keep_their_layout():
+    """In another layout than the forward pass, every layer before would copy, or be slow."""
+    layouts = []
+
+    def watched(x):
+        y = 2 * x
+        y.register_hook(lambda grad: layouts.append(grad.is_contiguous(memory_format=torch.channels_last)))
+        return y
+
+    x = torch.rand(4, 3, 5, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    bounds = Bounds(x, x, x).map(watched)
+    (bounds.clean * bounds.lower - bounds.upper).square().sum().backward()
+    assert layouts == [True]
+    torch.testing.assert_close(x.grad, 4 * (4 * x**2 - 2 * x) * (4 * x - 1))

@@ -57,13 +57,24 @@ class TestRows:
     def test_our_rows_are_trained_like_the_pcdeq(self):
         for data in ("mnist", "svhn", "cifar10"):
             for row in own_rows(data):
+                if row.topology == "tc":
+                    continue
                 kind = 2 if row.activation == "sigmoid" else 1
                 aug = "-aug" if row.augment else ""
                 like = find_row(f"pcdeq-{kind}-{row.topology}-{row.activation}{aug}", data)
                 named = {"name": row.name, "title": row.title, "family": row.family, "accuracy": None}
                 assert row == replace(like, **named)
                 assert find_row(row.name, data) == row
-        assert len(own_rows()) == 2 * 32
+        assert len(own_rows()) == 2 * 32 + 4
+
+    def test_our_topology_is_trained_like_mc_and_by_its_own_recipe_against_noise(self):
+        ours = [row for row in own_rows() if row.topology == "tc"]
+        assert [row.name for row in ours] == [row.name.replace("mc", "tc") for row in rows("mnist") if "mc" in row.name]
+        for row in ours:
+            like = find_row(row.name.replace("-tc-", "-mc-"))
+            same = ("family", "activation", "epochs", "lr", "schedule", "lr_step", "weight_decay", "batch_size")
+            assert all(getattr(row, name) == getattr(like, name) for name in same)
+            assert (row.accuracy, row.dataset, row.against_noise().schedule) == (None, "mnist", "one-cycle")
 
     def test_kind_agrees_with_activation(self):
         for row in rows():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import pcdeq
@@ -72,6 +73,17 @@ def test_the_network_begins_with_a_clip_that_hides_noise_on_black_and_white(robu
     # A radius beyond one half leaves nothing to see, but is no error.
     limits = open_session(replace(robust, robust_radius=0.9), quiet=True).network[0]
     assert (limits.low < limits.high).all()
+
+
+def test_explicit_layers_begin_with_weights_that_keep_the_width_of_bounds(robust):
+    for row, channels in (("pcdeq-1-l-tanh", (400,)), ("pcdeq-1-mc-tanh", (40, 50, 60))):
+        config = replace(robust, row=row, channels=channels)
+        network = open_session(config, quiet=True).network
+        plain = open_session(replace(config, robust_radius=None), quiet=True).network
+        layers = [layer for layer in network if isinstance(layer, nn.Linear | nn.Conv2d)]
+        sums = [layer.weight.abs().flatten(1).sum(1).mean().item() for layer in layers]
+        assert sums == pytest.approx([2.0] * len(layers), rel=0.15)
+        assert plain.classifier.weight.abs().sum(1).mean() > 3
 
 
 def test_the_clip_is_saved_and_restored(robust, tmp_path):

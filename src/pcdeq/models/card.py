@@ -13,6 +13,7 @@ TOPOLOGY = {
     "L": "one dense equilibrium layer",
     "SC": "one convolutional equilibrium layer",
     "MC": "three convolutional equilibrium layers",
+    "TC": "two convolutional equilibrium layers",
 }
 
 

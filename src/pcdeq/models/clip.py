@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pcdeq.proofs.balls import Ball
-from pcdeq.proofs.intervals import Bounds, Box, eps, outward
+from pcdeq.proofs.intervals import Box, eps, outward
 from pcdeq.proofs.linear import EPS, Functional, dot
 from pcdeq.proofs.rules import Largest, Layer, Truncated, kind
 
@@ -50,10 +50,6 @@ class Clipped(Largest):
 
     def surround(self, ball: Ball, tol: float) -> Ball:
         return Layer.surround(self, ball, tol)  # by its box: radii are no pixels, which the limits are for
-
-    def bound(self, bounds: Bounds) -> Bounds:
-        # The clean values and both ends in one call: a batch of three times the size.
-        return Bounds(*self.value(torch.cat(bounds)).tensor_split(3))
 
     def pull(self, functional: Functional, box: Box) -> Functional:
         """Between two lines of slopes s from 0 to 1, whose constants are the extremes of clip(x) - s x over the box.

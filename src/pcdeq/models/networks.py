@@ -1,4 +1,4 @@
-"""The paper's three networks, one class a topology.
+"""The paper's three networks and one of ours, one class a topology.
 
 All are a straight line of layers, hence `nn.Sequential`: ``for layer in model`` walks from the image
 to the class scores. Explicit layers have biases and are unconstrained; the equilibrium layers carry
@@ -157,6 +157,16 @@ class Network(nn.Sequential):
         for limit, pixel in ((clip.low, margin), (clip.high, 1 - margin)):
             limit.copy_(given.normalise(torch.full((), pixel)).expand_as(limit))
 
+    def start_for_bounds(self) -> None:
+        """Draw the weights of explicit layers anew, so that bounds begin no wider than what goes in (Shi et al. 2021).
+
+        From N(0, sqrt(2 pi) / fan-in): |w| sums up to 2 over the inputs of a unit, whatever their number, and of two
+        units one is on. Batch norm undoes the scale of the layer before it, which then only learns faster.
+        """
+        for layer in self:
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                nn.init.normal_(layer.weight, std=math.sqrt(2 * math.pi) / layer.weight[0].numel())
+
     @classmethod
     def check_channels(cls, channels: Widths) -> None:
         """Raise `UsageError` unless these are widths for this network."""
@@ -169,13 +179,13 @@ class Network(nn.Sequential):
         raise NotImplementedError
 
     @classmethod
-    def _stage(cls, lift: nn.Conv2d, options: LayerOptions, number: str = "") -> Named:
+    def _stage(cls, lift: nn.Conv2d, options: LayerOptions, number: str = "", *, pool: bool = True) -> Named:
         """A convolution that changes the number of channels, and the equilibrium layer after it."""
         return {
             f"lift{number}": lift,
             f"lift{number}_norm": BatchNorm2d(lift.out_channels),
             f"deq{number}": cls.conv(lift.out_channels, **options),
-            f"pool{number}": nn.MaxPool2d(3, stride=1, padding=1),
+            **({f"pool{number}": nn.MaxPool2d(3, stride=1, padding=1)} if pool else {}),
             f"deq{number}_norm": BatchNorm2d(lift.out_channels),
         }
 
@@ -298,6 +308,29 @@ class MC(Network):
             | cls._stage(nn.Conv2d(first, second, 3, stride=2), options, number="2")
             | cls._stage(nn.Conv2d(second, third, 3, stride=2), options, number="3")
             | head(third, image_shape, size, 4, num_classes)
+        )
+
+
+class TC(Network):
+    """Two convolutional pcDEQs, at a half and a quarter of the resolution, with a classifier of every place; ours.
+
+    For proofs against noise: of MC's explicit layers there is one less, no maximum widens bounds to those of the widest
+    in its window, and none are averaged, which makes them no tighter.
+
+    >>> TC((4, 6))(torch.rand(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+
+    widths = 2
+
+    @classmethod
+    def layers(cls, channels: Widths, image_shape: ImageShape, num_classes: int, options: LayerOptions) -> Named:
+        first, second = channels
+        places = math.prod((edge + 3) // 4 for edge in image_shape[1:])  # twice halved, upwards
+        return (
+            cls._stage(nn.Conv2d(image_shape[0], first, 5, stride=2, padding=2), options, number="1", pool=False)
+            | cls._stage(nn.Conv2d(first, second, 3, stride=2, padding=1), options, number="2", pool=False)
+            | {"flatten": nn.Flatten(), "classifier": nn.Linear(second * places, num_classes)}
         )
 
 

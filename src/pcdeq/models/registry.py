@@ -10,7 +10,7 @@ from pcdeq.models.baselines.deq import DEQL, DEQMC, DEQSC
 from pcdeq.models.baselines.explicit import ExplicitL, ExplicitMC, ExplicitSC
 from pcdeq.models.baselines.mondeq import MonDEQL, MonDEQMT, MonDEQSC
 from pcdeq.models.baselines.node import ANODE, NODE
-from pcdeq.models.networks import MC, SC, L, LayerOptions, Network, Preprocessing, equilibrium_layers
+from pcdeq.models.networks import MC, SC, TC, L, LayerOptions, Network, Preprocessing, equilibrium_layers
 from pcdeq.recipes import KNOWN_DATASETS, Family, ImageShape, ResolvedConfig, Topology, find_row
 from pcdeq.solvers import Anderson, Picard
 
@@ -18,6 +18,7 @@ NETWORKS: dict[tuple[Family, Topology], type[Network]] = {
     ("pcdeq", "l"): L,
     ("pcdeq", "sc"): SC,
     ("pcdeq", "mc"): MC,
+    ("pcdeq", "tc"): TC,
     ("mondeq", "l"): MonDEQL,
     ("mondeq", "sc"): MonDEQSC,
     ("mondeq", "mt"): MonDEQMT,
@@ -90,6 +91,7 @@ def make_network(config: ResolvedConfig, image_shape: ImageShape, preprocessing:
     network.preprocessing = preprocessing
     if config.training_radius is not None:
         network.clip_pixels(min(config.training_radius, WIDEST_CLIP))
+        network.start_for_bounds()
     given = {"tol": config.tol, "max_steps": config.max_steps}
     changes = {name: value for name, value in given.items() if value is not None}
     layers = equilibrium_layers(network)

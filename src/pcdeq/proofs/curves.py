@@ -53,7 +53,7 @@ class Curve(Layer):
         return outward(lower, upper, ROUNDINGS * eps(lower) * torch.maximum(lower.abs(), upper.abs()), box.proved)
 
     def bound(self, bounds: Bounds) -> Bounds:
-        return Bounds(*self.value(torch.cat(bounds)).tensor_split(3))
+        return bounds.map(self.value)
 
     def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
         return error * self.steepest

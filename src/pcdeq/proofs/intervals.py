@@ -103,6 +103,14 @@ class Bounds(NamedTuple):
         """Those within reach of a centre, where the clean value need not be."""
         return cls(clean, centre - reach, centre + reach)
 
+    def map(self, monotone: Callable[[Tensor], Tensor]) -> Bounds:
+        """The images under a nondecreasing map of single samples, of all three in one call.
+
+        Split by `chunk`, whose gradient is one concatenation in the layout of the parts: those of slices are three
+        tensors of zeros in another layout, and a certified step of MC then takes a quarter longer.
+        """
+        return Bounds(*monotone(torch.cat(self)).chunk(3))
+
     @property
     def centre(self) -> Tensor:
         """The middle between the ends."""

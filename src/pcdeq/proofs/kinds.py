@@ -222,7 +222,7 @@ class Equilibrium(Layer):
 
     def bound(self, bounds: Bounds) -> Bounds:
         """All three in one solve."""
-        return Bounds(*self._with_known_injection()(torch.cat(bounds)).tensor_split(3))
+        return bounds.map(self._with_known_injection())
 
     def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
         if bool(error.any()):

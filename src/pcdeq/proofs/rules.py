@@ -233,7 +233,7 @@ class Largest(Layer):
         return functional.through(c.new_zeros(len(c), *box.lower.shape[1:]), *functional.of_box(low, high))
 
     def bound(self, bounds: Bounds) -> Bounds:
-        return Bounds(*self.value(torch.cat(bounds)).tensor_split(3))
+        return bounds.map(self.value)
 
     def enlarge(self, error: Tensor, truncated: Truncated) -> Tensor:
         return self.value(error)
@@ -263,7 +263,7 @@ class Affine(Layer):
         return outward(middle, middle, reach, box.proved)
 
     def bound(self, bounds: Bounds) -> Bounds:
-        clean, centre = self.module(torch.cat((bounds.clean, bounds.centre))).tensor_split(2)
+        clean, centre = self.module(torch.cat((bounds.clean, bounds.centre))).chunk(2)
         return Bounds.around(clean, centre, self.magnify(bounds.reach))
 
     def pull(self, functional: Functional, box: Box) -> Functional:

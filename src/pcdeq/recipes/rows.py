@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 from pcdeq.errors import UsageError
 
 Family = Literal["pcdeq", "mondeq", "node", "anode", "deq", "explicit"]
-Topology = Literal["l", "sc", "mc", "mt", "ode"]
+Topology = Literal["l", "sc", "mc", "tc", "mt", "ode"]
 Schedule = Literal["step", "one-cycle", "constant"]
 Recipe = Literal["paper", "fast"]
 
@@ -155,6 +155,13 @@ def _like(row: Row, family: Family, title: str) -> Row:
     return replace(row, name=_name(title), title=title, family=family, accuracy=None)
 
 
+def _with_two_convolutions(row: Row) -> Row:
+    """The row of our topology TC, for digits, that is trained like one of MC."""
+    title = row.title.replace("-MC-", "-TC-")
+    changes = {"topology": "tc", "channels": (16, 32), "params": "33K", "parameters": 32506, "accuracy": None}
+    return replace(row, name=_name(title), title=title, **changes)
+
+
 with Path(__file__).with_name("paper.csv").open(encoding="utf-8", newline="") as _file:
     _ROWS = tuple(map(_read_row, csv.DictReader(_file)))
 with Path(__file__).with_name("fast.toml").open("rb") as _file:
@@ -162,8 +169,9 @@ with Path(__file__).with_name("fast.toml").open("rb") as _file:
 with Path(__file__).with_name("robust.toml").open("rb") as _file:
     _ROBUST: dict[str, dict[str, Any]] = tomllib.load(_file)  # likewise
 _OUR_FAMILIES: dict[Family, str] = {"deq": "DEQ", "explicit": "Explicit"}
-_OURS = tuple(
-    _like(row, family, title) for family, title in _OUR_FAMILIES.items() for row in _ROWS if row.family == "pcdeq"
+_OURS = (
+    *(_like(row, family, title) for family, title in _OUR_FAMILIES.items() for row in _ROWS if row.family == "pcdeq"),
+    *(_with_two_convolutions(row) for row in _ROWS if (row.dataset, row.topology) == ("mnist", "mc")),
 )
 PAPER_DATASETS = ("mnist", "svhn", "cifar10")
 _LIKE_MNIST = ("mnist-mini", "fashion-mnist", "kmnist")
@@ -180,9 +188,9 @@ def rows(dataset: str | None = None) -> tuple[Row, ...]:
 
 
 def own_rows(dataset: str | None = None) -> tuple[Row, ...]:
-    """Rows that the paper does not have: every pcDEQ with free weights (DEQ) and with one step (explicit).
+    """Rows that the paper does not have: every pcDEQ with free weights (DEQ) and with one step (explicit), and our TC.
 
-    They are of the same shape and trained in the same way.
+    They are trained in the same way, and all but TC are of the same shape.
 
     >>> [row.name for row in own_rows("mnist")][:2]
     ['deq-l-relu6', 'deq-l-tanh']

@@ -15,7 +15,12 @@ from pcdeq.report.figures import draw_curves
 from pcdeq.report.tables import Line
 from pcdeq.training import EpochMetrics
 
-NETWORKS = {"l": "one linear layer (L)", "sc": "one convolution (SC)", "mc": "three convolutions (MC)"}
+NETWORKS = {
+    "l": "one linear layer (L)",
+    "sc": "one convolution (SC)",
+    "mc": "three convolutions (MC)",
+    "tc": "two convolutions (TC)",
+}
 CURVES = ("epoch", "loss", "train_accuracy", "test_loss", "test_accuracy")
 Quantity = Callable[[EpochMetrics], float]
 

@@ -45,7 +45,7 @@ def test_parameters_meet_the_published_count(row):
     assert abs(found / published - 1) < 0.03
 
 
-@pytest.mark.parametrize("row", own_rows("mnist"), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in own_rows("mnist") if row.family != "pcdeq"], ids=lambda row: row.name)
 def test_our_rows_have_the_size_of_the_pcdeq(row):
     kind = 2 if row.activation == "sigmoid" else 1
     assert count(build(row.name)) == row.parameters == count(build(f"pcdeq-{kind}-{row.topology}-{row.activation}"))

@@ -26,9 +26,9 @@ from pcdeq.proofs.rules import Layer, enclose, surround
 Decision = tuple[Tensor, Tensor]
 BoundKind = Literal["best", "intervals", "linear"]
 
-# Without a radius of the images, balls decide: with a radius for each channel or for each place, in a dtype, about
-# solves to a tolerance. float32 does for networks of one equilibrium; through three of them rounding grows too much.
-BALLS = ((False, torch.float32, 1e-4), (False, torch.float64, 1e-6), (True, torch.float64, 1e-6))
+# Without a radius of the images, balls decide: with a radius for each channel, and few digits of the last equilibrium,
+# or for each place, and many of all.
+FEW, MANY = 1e-4, 1e-8
 # Boxes for what is left, and for images with a radius, of which float32 is enough.
 BOXES = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))
 # Vectors at a time, images, so many to see what an attempt is worth, and so many for linear bounds.
@@ -249,14 +249,15 @@ def _attempts(layers: Sequence[Layer], classifier: Linear, radius: Tensor, limit
         return [Attempt(boxes[0])]
     *folded, last = fold([*layers, classifier])
     assert isinstance(last, Linear)
-    balls = (partial(_by_ball, folded, last, *how) for how in BALLS)
+    balls = (partial(_by_ball, folded, last, *how) for how in ((False, FEW), (True, MANY)))
     return [Attempt(decide) for decide in (*balls, *boxes[1:])]
 
 
-def _by_ball(
-    layers: Sequence[Layer], classifier: Linear, by_place: bool, dtype: torch.dtype, tol: float, images: Tensor
-) -> Decision:
-    ball = surround(layers, Ball.of(_laid_out(images), dtype, by_place), tol)
+def _by_ball(layers: Sequence[Layer], classifier: Linear, by_place: bool, tol: float, images: Tensor) -> Decision:
+    # float32 does for networks of one equilibrium; further ones enlarge rounding, too.
+    single = tol == FEW and sum(layer.solves for layer in layers) <= 1
+    ball = Ball.of(_laid_out(images), torch.float32 if single else torch.float64, by_place)
+    ball = surround(layers, ball, tol, MANY)
     require_features(classifier, ball.centre)
     reach = ball.radius.expand_as(ball.centre).double()
     return _decide(classifier, ball.centre.double(), reach, ball.proved, sharply=False)

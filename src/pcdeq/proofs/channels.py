@@ -17,6 +17,9 @@ float32 even if z is in float64. All these numbers are >= 0, so every rounding i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,6 +31,12 @@ from pcdeq.proofs.trusted import require_nonnegative
 # Candidates for δ: how often the slopes are taken anew, the share of the largest number that all get, the most terms of
 # the series, and the share of the source at which the rest of the series is made up for by a factor.
 TRIES, SLACK, TERMS, REST = 3, 0.05, 30, 0.35
+# Larger than any equilibrium: no distance above it is of use, and times it even weights that float32 takes for 0 are.
+LARGEST = 1024
+# A slope that divides no number.
+FLAT = 1e-6
+# Relative tolerances of a correction.
+FINEST, COARSEST = 1e-4, 1e-2
 # Radii are few digits and a size, whatever they are about.
 RADIUS = torch.float32
 
@@ -43,33 +52,87 @@ def channel_sums(linear: LinearMap) -> Tensor:
     return (weight if weight.ndim == 2 else weight.flatten(2).sum(2)).to(RADIUS)
 
 
-def over_space(x: Tensor) -> Tensor:
-    """The largest number of each channel, (samples, channels)."""
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):  # which torch takes longer for as it is
-        return x.permute(0, 2, 3, 1).flatten(1, 2).amax(1)
-    return x if x.ndim == 2 else x.flatten(2).amax(2)
+def over_space(x: Tensor, extreme: Callable[..., Tensor] = torch.amax) -> Tensor:
+    """The largest number of each channel, or the smallest, (samples, channels)."""
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        # In two steps, over rows of numbers and then over their pixels: in one, torch takes ten times as long.
+        rows = x.permute(0, 2, 3, 1).flatten(2)
+        return extreme(extreme(rows, 1).unflatten(1, (x.shape[3], x.shape[1])), 1)
+    return x if x.ndim == 2 else extreme(x.flatten(2), 2)
 
 
-def surround_near(equation: Equation, product: TensorMap, z: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """v = g(z), a radius about it that holds z*, and for which samples that is proved.
+class Finer(NamedTuple):
+    """What corrects a point in few digits: W in float32, and a solve of u = D(Wu + v) there, given D, v and a tol."""
 
-    Args:
-        product: Mδ for a δ >= 0 of the shape of ``reach``, right to the roundings of a product with W.
-        z: a point near the equilibrium; any is safe.
-        reach: ρ, (samples, channels), or place by place, (samples, channels, *space), and then δ and M are, too.
+    single: LinearMap
+    solve: Callable[[Tensor, Tensor, float], Tensor]
+    wanted: float  # to which the correction may be off
+
+
+class Point(NamedTuple):
+    """A point z >= 0 and what the map makes of it, up to rounding."""
+
+    z: Tensor
+    argument: Tensor  # Wz + x >= 0
+    value: Tensor  # g(z)
+    correction: Tensor | None  # which of z is so in the argument, in float32
+
+
+def evaluate(equation: Equation, z: Tensor, finer: Finer | None = None) -> Point:
+    """The map at a point near the equilibrium, any is safe, or at one that is nearer by a correction.
+
+    z* - z is about the u with u = r + DWu, where r = g(z) - z and D is the slope there. Few digits of it are enough,
+    because it is small; then W(z + u) + x is the argument at z, which needs many, and Wu, which does not.
     """
     require_nonnegative(equation.map, z)
     if not bool(z.amin() >= 0):  # which the margin of a product speaks of
         z = z.clamp(min=0)
+    argument = equation.map.apply_plus(z, equation.x)
+    value = overwrite(equation.activation, argument.clone())
+    if finer is None:
+        return Point(z, argument, value, None)
+    correction = _correction(equation.activation, finer, value.float(), value.sub_(z).float())
+    moved = z + correction
+    if not bool((moved.amin() >= 0) & (correction.amax() < LARGEST) & (correction.amin() > -LARGEST)):
+        correction = torch.where((moved >= 0) & (correction.abs() < LARGEST), correction, 0.0)
+        moved = z + correction
+    # The exact argument is not negative, so that this only brings the computed one nearer.
+    argument = argument.add_(finer.single.apply(correction)).clamp_(min=0)
+    return Point(moved, argument, overwrite(equation.activation, argument.clone()), correction)
+
+
+def _correction(activation: Activation, finer: Finer, value: Tensor, residual: Tensor) -> Tensor:
+    """About the u with u = r + DWu, as that of u = D(Wu + r/D); where D is 0, or nearly, it is r."""
+    assert activation.slope_of_value is not None  # that it is builtin
+    slope = activation.slope_of_value(value)
+    steep = slope > FLAT
+    # A NaN is not larger than anything, and so it is never the larger one here.
+    tol = min(COARSEST, max(FINEST, finer.wanted / max(1e-30, float(residual.abs().amax()))))
+    found = finer.solve(slope, torch.where(steep, residual / slope, 0.0), tol)
+    return found.add_(residual.masked_fill_(steep, 0.0))
+
+
+def surround_near(equation: Equation, product: TensorMap, point: Point, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """g(z), a radius about it that holds z*, and for which samples that is proved.
+
+    Args:
+        product: Mδ for a δ >= 0 of the shape of ``reach``, right to the roundings of a product with W.
+        reach: ρ, (samples, channels), or place by place, (samples, channels, *space), and then δ and M are, too.
+    """
+    z, argument, value, correction = point
     by_place = z.shape == reach.shape
     over = torch.clone if by_place else over_space
-    argument = equation.map.apply_plus(z, equation.x)
-    least = over(argument) if by_place else -over(-argument)
-    value = overwrite(equation.activation, argument)
+    least = argument if by_place else over_space(argument, torch.amin)
     facts, terms = torch.finfo(RADIUS), equation.map.terms(z.shape[1:])
     # The product, what is made of its result, and a few operations on radii.
     slop = (terms + 2 * ROUNDINGS + 2 * TERMS) * facts.eps
-    rounding = equation.margin(z) * over(value).to(RADIUS) + 1024 * terms * facts.tiny
+    lost = LARGEST * terms * facts.tiny
+    if correction is not None:
+        # That the argument is off by so much is as if the input were: by the rounding of Wu in float32, and of Wz.
+        moved = product(over(correction.abs())) * (1 + slop) + lost
+        size = over(argument).to(RADIUS) + moved
+        reach = (reach + (terms + ROUNDINGS) * facts.eps * moved + 2 * equation.margin(z) * size + lost) * (1 + slop)
+    rounding = equation.margin(z) * over(value).to(RADIUS) + lost
     error = (over((value - z).abs_()).to(RADIUS) + rounding) * (1 + slop)
     spread, proved = _spread(equation.activation, product, least.to(RADIUS), error, reach, slop)
     return value, (spread + rounding) * (1 + slop), proved
@@ -93,7 +156,7 @@ def _spread(
         shift = (image + reach) * (1 + slop)
         steepest = slope(shift)
         spread = steepest * shift * (1 + slop)
-        proved = (((error + spread) * (1 + slop) <= candidate) & (candidate < torch.inf)).flatten(1).all(1)
+        proved = (((error + spread) * (1 + slop) <= candidate) & (candidate < LARGEST)).flatten(1).all(1)
         if bool(proved.all()):
             break
     return spread, proved

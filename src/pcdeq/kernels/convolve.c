@@ -160,12 +160,13 @@ static int take_work(arguments *a, work *w)
     const int64_t height = places(w->padded.height, w->rows, w->stride), width = places(w->padded.width, w->columns, w->stride);
     require(a, height > 0 && width > 0, "x", "is smaller than the kernel");
     require(a, c <= MOST_CHANNELS && w->padded.width <= LARGEST_SAMPLE / c / w->padded.height, "x", "is too large");
-    const tensor y = take_tensor(a, "y", WRITE, FLOAT64, x.order, 4, SHAPE(n, ANY, height, width));
+    const enum order order = c == 1 || x.shape[2] * x.shape[3] == 1 ? EITHER : x.order; /* which x may not tell */
+    const tensor y = take_tensor(a, "y", WRITE, FLOAT64, order, 4, SHAPE(n, ANY, height, width));
     w->out = (size){ y.shape[1], height, width };
     w->lanes = (y.shape[1] + LANES - 1) / LANES * LANES;
     const tensor weight = take_tensor(a, "weight", READ, FLOAT64, PLAIN, 4, SHAPE(y.shape[1], c, w->rows, w->columns));
     require(a, y.shape[1] <= MOST_CHANNELS && weight.bytes <= LARGEST_SAMPLE, "weight", "is too large");
-    const tensor plus = take_tensor(a, "plus", READ_IF_GIVEN, FLOAT64, x.order, 4, y.shape);
+    const tensor plus = take_tensor(a, "plus", READ_IF_GIVEN, FLOAT64, y.order, 4, y.shape);
     w->threads = (int)take_integer(a, "threads", 1, MOST_THREADS);
     if (!all_taken(a)) return 0;
     w->samples = n;

@@ -32,7 +32,7 @@ FEW, MANY = 1e-4, 1e-8
 # Boxes for what is left, and for images with a radius, of which float32 is enough.
 BOXES = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))
 # Vectors at a time, images, so many to see what an attempt is worth, and so many for linear bounds.
-BATCH, IMAGES, PROBE, IMPROVED = 1000, 16, 32, 250
+BATCH, IMAGES, PROBE, IMPROVED = 1000, 64, 32, 250
 # Distances in pixels, which go from 0 to 1, of a robustness curve.
 RADII = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
 

@@ -13,7 +13,7 @@ from pcdeq.errors import UsageError
 from pcdeq.models import Clip, build, equilibrium_layers
 from pcdeq.proofs import kinds
 from pcdeq.proofs.balls import Ball
-from pcdeq.proofs.channels import Finer, channel_sums, evaluate, surround_near
+from pcdeq.proofs.channels import Single, channel_sums, evaluate, surround_near
 from pcdeq.proofs.folding import fold
 from pcdeq.proofs.network import recognise
 from pcdeq.proofs.rules import surround
@@ -130,17 +130,17 @@ def test_any_correction_is_safe(name, lie, by_place):
         linear, single = (layer.operator.bind(weight.to(dtype)) for dtype in (torch.float64, torch.float32))
         sums = channel_sums(linear)
 
-        def solve(slope, offset, tol, linear=linear, seed=seed):
-            found = slope * offset
-            for _ in range(60):
-                found = slope * (linear.apply(found.double()).float() + offset)
-            wrong = found.new_tensor([torch.nan, torch.inf, -1e30, -0.1, 1.0, 1e-6])[torch.randint(6, found.shape)]
-            return torch.where(torch.rand(found.shape) < 0.1, wrong, found) if lie and seed % 2 else found
+        class Liar(Single):
+            def solve(self, slope, source, tol, lies=lie and seed % 2):
+                found = Single.solve(self, slope, source, tol)
+                wrong = found.new_tensor([torch.nan, torch.inf, -1e30, -0.1, 1.0, 1e-6])[torch.randint(6, found.shape)]
+                return torch.where(torch.rand(found.shape) < 0.1, wrong, found) if lies else found
 
+        corrector = Liar(*Single.of(linear))
         product = single.apply if by_place else lambda d: d @ sums.T  # noqa: B023
         equation = Equation(linear, layer.activation, x)
-        point = evaluate(equation, z.double(), Finer(single, solve, 0.0))
-        value, radius, proved = surround_near(equation, product, point, reach)
+        point = evaluate(equation, z.double(), corrector)
+        value, radius, proved = surround_near(equation, product, point, reach, corrector if by_place else None)
         radius = (radius if by_place else radius[..., None, None]).double()
         held = (value - true).abs() <= radius * (1 + 1e-9) + 1e-12 * true
         assert held.flatten(1).all(1)[proved].all()

@@ -29,6 +29,7 @@ BoundKind = Literal["best", "intervals", "linear"]
 # Without a radius of the images, balls decide: with a radius for each channel, and few digits of the last equilibrium,
 # or for each place, and many of all.
 FEW, MANY = 1e-4, 1e-8
+BALLS = ((False, FEW), (True, MANY))
 # Boxes for what is left, and for images with a radius, of which float32 is enough.
 BOXES = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))
 # Vectors at a time, images, so many to see what an attempt is worth, and so many for linear bounds.
@@ -249,7 +250,7 @@ def _attempts(layers: Sequence[Layer], classifier: Linear, radius: Tensor, limit
         return [Attempt(boxes[0])]
     *folded, last = fold([*layers, classifier])
     assert isinstance(last, Linear)
-    balls = (partial(_by_ball, folded, last, *how) for how in ((False, FEW), (True, MANY)))
+    balls = (partial(_by_ball, folded, last, *how) for how in BALLS)
     return [Attempt(decide) for decide in (*balls, *boxes[1:])]
 
 
@@ -283,7 +284,7 @@ def _laid_out(images: Tensor) -> Tensor:
 
 
 def _at_a_time(layers: Sequence[Layer]) -> int:
-    """How many images to take at once: few where layers work on images, so that what they make lies in the cache."""
+    """How many images to take at once: fewer where layers work on images, which become many numbers."""
     modules = [layer.module for layer in all_layers(layers)]
     return IMAGES if any(isinstance(m, nn.Conv2d) or getattr(m, "dims", 1) > 1 for m in modules) else BATCH
 

@@ -18,15 +18,17 @@ float32 even if z is in float64. All these numbers are >= 0, so every rounding i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pcdeq.activations import ROUNDINGS, Activation, TensorMap, overwrite
-from pcdeq.equation import Equation
+from pcdeq.equation import Adjoint, Equation
 from pcdeq.operators import LinearMap
 from pcdeq.proofs.trusted import require_nonnegative
+from pcdeq.solvers import Anderson, run
 
 # Candidates for δ: how often the slopes are taken anew, the share of the largest number that all get, the most terms of
 # the series, and the share of the source at which the rest of the series is made up for by a factor.
@@ -35,8 +37,8 @@ TRIES, SLACK, TERMS, REST = 3, 0.05, 30, 0.35
 LARGEST = 1024
 # A slope that divides no number.
 FLAT = 1e-6
-# Relative tolerances of a correction.
-FINEST, COARSEST = 1e-4, 1e-2
+# Relative tolerances of a correction, and of a candidate.
+FINEST, COARSEST, CANDIDATE = 1e-4, 1e-2, 1e-3
 # Radii are few digits and a size, whatever they are about.
 RADIUS = torch.float32
 
@@ -61,12 +63,26 @@ def over_space(x: Tensor, extreme: Callable[..., Tensor] = torch.amax) -> Tensor
     return x if x.ndim == 2 else extreme(x.flatten(2), 2)
 
 
-class Finer(NamedTuple):
-    """What corrects a point in few digits: W in float32, and a solve of u = D(Wu + v) there, given D, v and a tol."""
+class Single(NamedTuple):
+    """W in float32, and transposed: for what is small, or need not be right, few digits are enough."""
 
-    single: LinearMap
-    solve: Callable[[Tensor, Tensor, float], Tensor]
-    wanted: float  # to which the correction may be off
+    map: LinearMap
+    turned: LinearMap
+
+    @classmethod
+    def of(cls, linear: LinearMap) -> Single:
+        """That of a map with channels."""
+        single = type(linear)(linear.weight.to(RADIUS))
+        return cls(single, type(linear)(single.transposed().contiguous()))
+
+    def solve(self, slope: Tensor, source: Tensor, tol: float) -> Tensor:
+        """About the u with u = r + DWu, as that of u = D(Wu + r/D); where D is 0, or nearly, it is r.
+
+        (By arithmetic: torch takes ten times as long to choose between numbers.)
+        """
+        adjoint = Adjoint(self.turned, slope, source / slope.clamp(min=FLAT))
+        found = run(adjoint.problem(), Anderson(tol=tol, max_steps=200)).value
+        return found.addcmul_(source, (slope / -FLAT).add_(1.0).clamp_(min=0.0))
 
 
 class Point(NamedTuple):
@@ -78,48 +94,46 @@ class Point(NamedTuple):
     correction: Tensor | None  # which of z is so in the argument, in float32
 
 
-def evaluate(equation: Equation, z: Tensor, finer: Finer | None = None) -> Point:
+def evaluate(equation: Equation, z: Tensor, single: Single | None = None, wanted: float = 0.0) -> Point:
     """The map at a point near the equilibrium, any is safe, or at one that is nearer by a correction.
 
     z* - z is about the u with u = r + DWu, where r = g(z) - z and D is the slope there. Few digits of it are enough,
     because it is small; then W(z + u) + x is the argument at z, which needs many, and Wu, which does not.
+
+    Args:
+        single: what corrects; without, the point stays as it is.
+        wanted: by so much it may be off then.
     """
     require_nonnegative(equation.map, z)
     if not bool(z.amin() >= 0):  # which the margin of a product speaks of
         z = z.clamp(min=0)
-    argument = equation.map.apply_plus(z, equation.x)
-    value = overwrite(equation.activation, argument.clone())
-    if finer is None:
+    activation, argument = equation.activation, equation.map.apply_plus(z, equation.x)
+    value = overwrite(activation, argument.clone())
+    if single is None:
         return Point(z, argument, value, None)
-    correction = _correction(equation.activation, finer, value.float(), value.sub_(z).float())
+    assert activation.slope_of_value is not None  # as it is builtin
+    slope, residual = activation.slope_of_value(value.to(RADIUS)), value.sub_(z).to(RADIUS)
+    # A NaN is not larger than anything, and so it is never the larger one here.
+    tol = min(COARSEST, max(FINEST, wanted / max(1e-30, float(residual.abs().amax()))))
+    correction = single.solve(slope, residual, tol)
     moved = z + correction
     if not bool((moved.amin() >= 0) & (correction.amax() < LARGEST) & (correction.amin() > -LARGEST)):
         correction = torch.where((moved >= 0) & (correction.abs() < LARGEST), correction, 0.0)
         moved = z + correction
     # The exact argument is not negative, so that this only brings the computed one nearer.
-    argument = argument.add_(finer.single.apply(correction)).clamp_(min=0)
-    return Point(moved, argument, overwrite(equation.activation, argument.clone()), correction)
+    argument = argument.add_(single.map.apply(correction)).clamp_(min=0)
+    return Point(moved, argument, overwrite(activation, argument.clone()), correction)
 
 
-def _correction(activation: Activation, finer: Finer, value: Tensor, residual: Tensor) -> Tensor:
-    """About the u with u = r + DWu, as that of u = D(Wu + r/D); where D is 0, or nearly, it is r.
-
-    (By arithmetic: torch takes ten times as long to choose between numbers.)
-    """
-    assert activation.slope_of_value is not None  # as it is builtin
-    # A NaN is not larger than anything, and so it is never the larger one here.
-    tol = min(COARSEST, max(FINEST, finer.wanted / max(1e-30, float(residual.abs().amax()))))
-    slope = activation.slope_of_value(value)
-    found = finer.solve(slope, residual / slope.clamp(min=FLAT), tol)
-    return found.addcmul_(residual, slope.div_(-FLAT).add_(1.0).clamp_(min=0.0))
-
-
-def surround_near(equation: Equation, product: TensorMap, point: Point, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def surround_near(
+    equation: Equation, product: TensorMap, point: Point, reach: Tensor, single: Single | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """g(z), a radius about it that holds z*, and for which samples that is proved.
 
     Args:
         product: Mδ for a δ >= 0 of the shape of ``reach``, right to the roundings of a product with W.
         reach: ρ, (samples, channels), or place by place, (samples, channels, *space), and then δ and M are, too.
+        single: what finds candidates place by place; without, they are series.
     """
     z, argument, value, correction = point
     by_place = z.shape == reach.shape
@@ -136,12 +150,18 @@ def surround_near(equation: Equation, product: TensorMap, point: Point, reach: T
         reach = (reach + (terms + ROUNDINGS) * facts.eps * moved + 2 * equation.margin(z) * size + lost) * (1 + slop)
     rounding = equation.margin(z) * over(value).to(RADIUS) + lost
     error = (over((value - z).abs_()).to(RADIUS) + rounding) * (1 + slop)
-    spread, proved = _spread(equation.activation, product, least.to(RADIUS), error, reach, slop)
+    find = partial(_series, product=product) if single is None else partial(_solved, product=product, single=single)
+    spread, proved = _spread(equation.activation, find, least.to(RADIUS), error, reach, slop)
     return value, (spread + rounding) * (1 + slop), proved
 
 
 def _spread(
-    activation: Activation, product: TensorMap, least: Tensor, error: Tensor, reach: Tensor, slop: float
+    activation: Activation,
+    find: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    least: Tensor,
+    error: Tensor,
+    reach: Tensor,
+    slop: float,
 ) -> tuple[Tensor, Tensor]:
     """Sη for a δ with E + Sη <= δ, and for which samples one was found."""
 
@@ -154,7 +174,7 @@ def _spread(
     for _ in range(TRIES):
         source = error + steepest * reach
         source = source + SLACK * largest(source)
-        candidate, image = _series(steepest, product, source)
+        candidate, image = find(steepest, source)
         shift = (image + reach) * (1 + slop)
         steepest = slope(shift)
         spread = steepest * shift * (1 + slop)
@@ -164,7 +184,15 @@ def _spread(
     return spread, proved
 
 
-def _series(slope: Tensor, product: TensorMap, source: Tensor) -> tuple[Tensor, Tensor]:
+def _solved(slope: Tensor, source: Tensor, *, product: TensorMap, single: Single) -> tuple[Tensor, Tensor]:
+    """The same by a solve, for places: fewer products."""
+    found = torch.maximum(single.solve(slope, source, CANDIDATE), source)
+    image = product(found)
+    factor = largest(source / (found - slope * image).clamp_(min=0)).clamp_(min=1)
+    return found * factor, image * factor
+
+
+def _series(slope: Tensor, source: Tensor, *, product: TensorMap) -> tuple[Tensor, Tensor]:
     """A δ with δ - SMδ at least about the source, or infinity, and Mδ."""
     moved = product(source)
     total, image, term = source, moved, slope * moved

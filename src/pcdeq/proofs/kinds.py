@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from pcdeq.equation import Adjoint, Equation
+from pcdeq.equation import Equation
 from pcdeq.injection import BETA
 from pcdeq.layers import PcDEQ
 from pcdeq.operations import solve_equation
@@ -22,13 +22,13 @@ from pcdeq.operators import LinearMap
 from pcdeq.proofs import trusted
 from pcdeq.proofs.affine import Linear as Linear
 from pcdeq.proofs.balls import TINY, Ball, as_radius
-from pcdeq.proofs.channels import RADIUS, Finer, channel_sums, evaluate, has_channels, over_space, surround_near
+from pcdeq.proofs.channels import RADIUS, Single, channel_sums, evaluate, has_channels, over_space, surround_near
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
 from pcdeq.proofs.linear import Corners, Functional, join, split
 from pcdeq.proofs.order import SINGLE_PRECISION, Enclosure, enclose_near
 from pcdeq.proofs.relaxed import pull_relu
 from pcdeq.proofs.rules import Largest, Layer, Truncated, kind
-from pcdeq.solvers import Anderson, run
+from pcdeq.solvers import Anderson
 
 # The tolerance of a solve that a correction follows.
 COARSE = 1e-4
@@ -120,12 +120,11 @@ class Unflatten(Flatten):
 
 
 class Prepared(NamedTuple):
-    """The map of a layer in a dtype and that of radii; if it has channels, its sums over places, and a correction."""
+    """The map of a layer that has channels in a dtype, its sums over places, and what it is in float32."""
 
     linear: LinearMap
-    by_place: LinearMap
-    by_channel: Callable[[Tensor], Tensor] | None
-    finer: Finer | None
+    by_channel: Callable[[Tensor], Tensor]
+    single: Single
 
 
 @dataclass
@@ -187,28 +186,25 @@ class Equilibrium(Layer):
         module, centre = self._with_known_injection(), ball.centre
         dtype = torch.float32 if tol >= SINGLE_PRECISION else centre.dtype
         made = self._prepared(dtype)
-        if centre.ndim != module.operator.state_ndim + 1 or made.by_channel is None:
+        if centre.ndim != module.operator.state_ndim + 1 or made is None:
             return super().surround(ball, tol)
         x = module.inject(centre)
         reach = self._reach(ball, x, dtype)
         equation = Equation(made.linear, module.activation, x.to(dtype))
-        single = replace(equation, map=made.by_place, x=equation.x.float())
-        z = self._solve(single, max(tol, COARSE)).to(dtype)
-        finer = None
-        if made.finer is not None and dtype == torch.float64 and len(reach):
-            finer = made.finer._replace(wanted=0.1 * float(reach.amax()))  # the input does not have more digits
-        point = evaluate(equation, z, finer)
-        if ball.by_place:
-            return ball.moved(*surround_near(equation, made.by_place.apply, point, reach))
-        if self._by_channel.is_worth_it:
+        z = self._solve(replace(equation, map=made.single.map, x=x.float()), max(tol, COARSE)).to(dtype)
+        if dtype == torch.float32 or not len(x):
+            point = evaluate(equation, z)
+        else:
+            point = evaluate(equation, z, made.single, 0.1 * float(reach.amax()))  # the input has no more digits
+        if not ball.by_place and self._by_channel.is_worth_it:
             value, radius, proved = surround_near(equation, made.by_channel, point, reach)
             self._by_channel.count(proved)
             if self._by_channel.is_worth_it:
                 return ball.moved(value, as_radius(radius, value), proved)
-        # The slopes of all places of a channel are too much for it, but each for its place.
-        reach = as_radius(reach, x).expand_as(x)
-        value, radius, proved = surround_near(equation, made.by_place.apply, point, _laid_out_as(x, reach))
-        return ball.moved(value, as_radius(over_space(radius), value), proved)
+        # Slopes of all places of a channel may be too much for it, but each for its place.
+        reach = reach if ball.by_place else torch.empty_like(x, dtype=RADIUS).copy_(as_radius(reach, x))
+        value, radius, proved = surround_near(equation, made.single.map.apply, point, reach, made.single)
+        return ball.moved(value, radius if ball.by_place else as_radius(over_space(radius), value), proved)
 
     def _reach(self, ball: Ball, x: Tensor, dtype: torch.dtype) -> Tensor:
         """How far the exact injected input may be from x in a dtype."""
@@ -221,18 +217,15 @@ class Equilibrium(Layer):
             rounding = rounding + most * torch.finfo(dtype).eps
         return (slope * radius + rounding) * (1 + 32 * torch.finfo(RADIUS).eps) + TINY
 
-    def _prepared(self, dtype: torch.dtype) -> Prepared:
-        """What balls need in a dtype, made once."""
+    def _prepared(self, dtype: torch.dtype) -> Prepared | None:
+        """What balls need in a dtype, made once; None if the layer has no channels."""
         if dtype not in self._made:
             operator = self.module.operator
-            weight = operator.effective_weight_in(torch.float64)
-            linear, single = operator.bind(weight.to(dtype)), operator.bind(weight.to(RADIUS))
-            by_channel = finer = None
-            if has_channels(linear, self.module.activation):
-                by_channel = partial(F.linear, weight=channel_sums(operator.bind(weight)))
-                turned = operator.bind(single.transposed().contiguous())
-                finer = Finer(single, partial(_solve_linear, turned), 0.0)
-            self._made[dtype] = Prepared(linear, single, by_channel, finer)
+            exact = operator.bind(operator.effective_weight_in(torch.float64))
+            if not has_channels(exact, self.module.activation):
+                return None
+            by_channel = partial(F.linear, weight=channel_sums(exact))
+            self._made[dtype] = Prepared(operator.bind(exact.weight.to(dtype)), by_channel, Single.of(exact))
         return self._made[dtype]
 
     def _with_known_injection(self) -> PcDEQ:
@@ -289,13 +282,3 @@ class Equilibrium(Layer):
 
     def export(self, equilibrium: Callable[[PcDEQ], nn.Module]) -> nn.Module:
         return equilibrium(self.module)
-
-
-def _solve_linear(turned: LinearMap, slope: Tensor, offset: Tensor, tol: float) -> Tensor:
-    """The u of u = D(Wu + v), given Wᵀ."""
-    return run(Adjoint(turned, slope, offset).problem(), Anderson(tol=tol, max_steps=200)).value
-
-
-def _laid_out_as(x: Tensor, numbers: Tensor) -> Tensor:
-    """Numbers in memory of their own, in the order of x."""
-    return torch.empty_like(x, dtype=numbers.dtype).copy_(numbers)

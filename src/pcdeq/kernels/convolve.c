@@ -57,21 +57,26 @@ static void load(const work *w, int64_t sample, double *padded)
 }
 
 /* One row of outputs out, with what is to be added, if anything is. */
-static void store(const work *w, int64_t sample, int64_t row, const double *sums)
+INLINE void store(const work *w, int64_t sample, int64_t row, const double *sums)
 {
-    const int64_t *s = w->y_strides, start = sample * s[0] + row * s[2];
-    for (int64_t x = 0; x < w->out.width; x++)
-        for (int64_t c = 0; c < w->out.channels; c++) {
-            const int64_t at = start + c * s[1] + x * s[3];
-            w->y[at] = sums[x * w->lanes + c] + (w->plus ? w->plus[at] : 0.0);
-        }
+    const int64_t *s = w->y_strides, start = sample * s[0] + row * s[2], channels = w->out.channels;
+    for (int64_t x = 0; x < w->out.width; x++, sums += w->lanes) {
+        double *restrict to = w->y + start + x * s[3];
+        const double *restrict plus = w->plus ? w->plus + start + x * s[3] : NULL;
+        if (s[1] == 1 && plus)
+            for (int64_t c = 0; c < channels; c++) to[c] = sums[c] + plus[c];
+        else if (s[1] == 1)
+            for (int64_t c = 0; c < channels; c++) to[c] = sums[c];
+        else
+            for (int64_t c = 0; c < channels; c++) to[c * s[1]] = sums[c] + (plus ? plus[c * s[1]] : 0.0);
+    }
 }
 
 /* Some pixels by some vectors of outputs. */
 INLINE void multiply(const work *w, int pixels, int vectors, const double *from, const double *packed, double *sums)
 {
     const int64_t numbers = w->columns * w->in.channels, step = w->stride * w->in.channels;
-    vector sum[6][2];
+    vector sum[6][3];
     for (int p = 0; p < pixels; p++)
         for (int v = 0; v < vectors; v++) sum[p][v] = (vector){ 0 };
     for (int64_t row = 0; row < w->rows; row++, from += w->padded.width * w->in.channels)
@@ -79,7 +84,7 @@ INLINE void multiply(const work *w, int pixels, int vectors, const double *from,
 #pragma GCC unroll 6
             for (int p = 0; p < pixels; p++) {
                 const vector number = from[p * step + j] - (vector){ 0 };
-#pragma GCC unroll 2
+#pragma GCC unroll 3
                 for (int v = 0; v < vectors; v++) sum[p][v] += number * AT(packed + v * LANES);
             }
         }
@@ -87,20 +92,24 @@ INLINE void multiply(const work *w, int pixels, int vectors, const double *from,
         for (int v = 0; v < vectors; v++) SET(sums + p * w->lanes + v * LANES) = sum[p][v];
 }
 
-INLINE void multiply_row(const work *w, int vectors, const double *from, const double *packed, double *sums)
+/* A row of pixels in parts of nearly the same size, at most `most`. */
+INLINE void multiply_row(const work *w, int most, int vectors, const double *from, const double *packed, double *sums)
 {
-    const int64_t step = w->stride * w->in.channels;
-    int64_t x = 0;
-#define PIXELS(COUNT) \
-    for (; x + (COUNT) <= w->out.width; x += (COUNT)) multiply(w, COUNT, vectors, from + x * step, packed, sums + x * w->lanes)
-    PIXELS(6);
-    PIXELS(4);
-    PIXELS(2);
-    PIXELS(1);
-#undef PIXELS
+    const int64_t step = w->stride * w->in.channels, parts = (w->out.width + most - 1) / most;
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t x = w->out.width * part / parts, pixels = w->out.width * (part + 1) / parts - x;
+        const double *at = from + x * step;
+        double *to = sums + x * w->lanes;
+        if (most > 4 && pixels == 6) multiply(w, 6, vectors, at, packed, to);
+        else if (most > 4 && pixels == 5) multiply(w, 5, vectors, at, packed, to);
+        else if (pixels == 4) multiply(w, 4, vectors, at, packed, to);
+        else if (pixels == 3) multiply(w, 3, vectors, at, packed, to);
+        else if (pixels == 2) multiply(w, 2, vectors, at, packed, to);
+        else multiply(w, 1, vectors, at, packed, to);
+    }
 }
 
-/* Two vectors of outputs at a time are twelve sums, for which there must be registers of that width. */
+/* Two or three vectors of outputs at a time are twelve sums, for which there must be registers of that width. */
 static int has_wide_registers(void)
 {
 #if CLONED
@@ -117,8 +126,11 @@ static void convolve_sample(const work *w, int64_t sample, int wide, const doubl
     for (int64_t row = 0; row < w->out.height; row++) {
         const double *from = padded + row * w->stride * w->padded.width * w->in.channels;
         int64_t o = 0;
-        for (; wide && o + 2 * LANES <= w->lanes; o += 2 * LANES) multiply_row(w, 2, from, packed + o, sums + o);
-        for (; o < w->lanes; o += LANES) multiply_row(w, 1, from, packed + o, sums + o);
+        for (; wide && (w->lanes - o == 2 * LANES || w->lanes - o >= 4 * LANES); o += 2 * LANES)
+            multiply_row(w, 6, 2, from, packed + o, sums + o);
+        if (wide && w->lanes - o == 3 * LANES) multiply_row(w, 4, 3, from, packed + o, sums + o);
+        else
+            for (; o < w->lanes; o += LANES) multiply_row(w, 6, 1, from, packed + o, sums + o);
         store(w, sample, row, sums);
     }
 }

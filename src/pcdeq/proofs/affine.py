@@ -114,10 +114,11 @@ class Weighted(Affine):
             weight, bias, size = self.numbers()
             rounding, tiny = self.rounding(dtype), torch.finfo(dtype).tiny
             lost = 2 * self.summed * tiny / rounding  # numbers that a dtype takes for 0
-            sums = weight.abs() if weight.ndim == 2 else weight.abs().flatten(2).sum(2)
+            absolute = weight.abs()
+            sums = absolute if weight.ndim == 2 else absolute.flatten(2).sum(2)
             lengths = weight.flatten(1).norm(dim=1)
             rest = rounding * bias.abs() + 1e-12 * size + 2 * TINY
-            radii = (weight.abs() + lost, sums + lost, lengths + lost, rest)
+            radii = (absolute + lost, sums + lost, lengths + lost, rest)
             self._made[dtype] = Prepared(weight.to(dtype), bias.to(dtype), *(numbers.to(RADIUS) for numbers in radii))
         return self._made[dtype]
 

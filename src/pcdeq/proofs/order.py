@@ -101,25 +101,26 @@ def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equati
     test by both ends, in float64, is for the samples that it leaves, and for others' maps.
     """
     exact = equation if z.dtype == torch.float64 else to_float64(equation)
-    box = _surrounded(exact, z.to(exact.x.dtype))
+    point = z.to(exact.x.dtype)
+    box = _surrounded(exact, point)
     left = (~box.certified).nonzero()[:, 0]
     if len(left):
-        found = enclose_near(exact.select(left), z[left].to(exact.x.dtype))
+        found = enclose_near(exact.select(left), point[left])
         box.lower[left], box.upper[left], box.certified[left] = found.lower, found.upper, found.certified
     return box if z.dtype == torch.float64 else _in_single_precision(box)
 
 
 def _surrounded(equation: Equation, z: Tensor) -> Enclosure:
     """Bounds by distances from one point, where they are found."""
-    lower, upper = torch.zeros_like(z), torch.full_like(z, torch.inf)
     if not has_channels(equation.map, equation.activation) or not len(z):
-        return Enclosure(lower, upper, torch.zeros(len(z), dtype=torch.bool, device=z.device))
+        nothing = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        return Enclosure(torch.zeros_like(z), torch.full_like(z, torch.inf), nothing)
     single, exact = Single.of(equation.map), torch.zeros_like(z, dtype=RADIUS)
     value, radius, proved = surround_near(equation, single.map.apply, evaluate(equation, z), exact, single)
-    rounded = 2 * torch.finfo(z.dtype).eps * value + _tiny(z)
-    torch.sub(value, radius, out=lower).sub_(rounded).clamp_(min=0)
-    torch.add(value, radius, out=upper).add_(rounded)
-    lower[~proved], upper[~proved] = 0.0, torch.inf
+    radius = torch.add(radius, value, alpha=2 * torch.finfo(z.dtype).eps).add_(_tiny(z))  # and of what follows
+    lower, upper = (value - radius).clamp_(min=0), value + radius
+    if not bool(proved.all()):
+        lower[~proved], upper[~proved] = 0.0, torch.inf
     return Enclosure(lower, upper, proved)
 
 
@@ -205,8 +206,8 @@ def _is_lower(low: Tensor, image: Tensor) -> Tensor:
 def _in_single_precision(box: Enclosure) -> Enclosure:
     """The same bounds in float32, rounded outward."""
     lower, upper = box.lower.float(), box.upper.float()
-    lower = torch.nextafter(lower, torch.full_like(lower, -torch.inf)).clamp_(min=0)
-    return Enclosure(lower, torch.nextafter(upper, torch.full_like(upper, torch.inf)), box.certified)
+    lower = torch.nextafter(lower, lower.new_tensor(-torch.inf)).clamp_(min=0)
+    return Enclosure(lower, torch.nextafter(upper, upper.new_tensor(torch.inf)), box.certified)
 
 
 def _all(condition: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def write_page(rows: list[Row]) -> None:
     by_hand = (RESULTS / "robustness.md").read_text().partition(BY_HAND)
     text += "".join(("\n", *by_hand[1:])) if by_hand[1] else ""
     curves = {name: [row for row in rows if row.network == name] for name in dict.fromkeys(row.network for row in rows)}
-    drawn = {name: found for name, found in curves.items() if name.split("-")[2] == "l"}
+    drawn = {name: found for name, found in curves.items() if any(row.linear for row in found)}
     draw(drawn).savefig(RESULTS / "robustness.png", dpi=150)
     write(RESULTS / "robustness.md", text.encode())
 

@@ -11,8 +11,12 @@ The candidate is the sum of the series of SM applied to E + Sρ (T3), which are 
 above the Jacobian, has a spectral radius below 1: so it is with all trained networks that we have. Where it has not,
 bounds are found by `pcdeq.proofs.order`, place by place.
 
-The same holds place by place, with W itself for M: tighter, for a product with W for each term of the series, in
-float32 even if z is in float64. All these numbers are >= 0, so every rounding is relative, and covered by a factor.
+The same holds place by place, with W itself for M: tighter, for a linear solve, which finds the candidate, and a
+product with W, both in float32 even if z is in float64. All these numbers are >= 0, so every rounding is relative, and
+covered by a factor.
+
+A solve in float32 leaves an E of about 1e-4. Where that is too much, the point is corrected first (`evaluate`), by a
+solve of the linear equation that its error fulfils, in float32 as well: what is left is of second order.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ from pcdeq.solvers.numbers import by_memory
 # Candidates for δ: how often the slopes are taken anew, the share of the largest number that all get, the most terms of
 # the series, and the share of the source at which the rest of the series is made up for by a factor.
 TRIES, SLACK, TERMS, REST = 3, 0.05, 30, 0.35
-# Larger than any equilibrium: no distance above it is of use, and times it even weights that float32 takes for 0 are.
+# No equilibrium is larger, so no larger distance is of use; with a limit, what float32 takes for 0 has one, too.
 LARGEST = 1024
-# A slope that divides no number.
+# No number is divided by a smaller slope.
 FLAT = 1e-6
 # Relative tolerances of a correction, and of a candidate.
 FINEST, COARSEST, CANDIDATE = 1e-4, 1e-2, 1e-3
@@ -92,7 +96,7 @@ class Point(NamedTuple):
     z: Tensor
     argument: Tensor  # Wz + x >= 0
     value: Tensor  # g(z)
-    correction: Tensor | None  # which of z is so in the argument, in float32
+    correction: Tensor | None  # the part of z whose product with W was made in float32
 
 
 def evaluate(equation: Equation, z: Tensor, single: Single | None = None, wanted: float = 0.0) -> Point:

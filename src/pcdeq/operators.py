@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pcdeq.errors import UsageError
+from pcdeq.kernels.binding import convolve
 from pcdeq.parametrisation import NonnegativeWeight, TransformedWeight, is_transformed, nonnegative_weight, row_norm
 
 Device = torch.device | str | int | None
@@ -127,15 +128,17 @@ class ConvMap(LinearMap):
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
         self._convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[weight.ndim - 3]
-        self._padding = [size // 2 for size in weight.shape[2:]]
+        self._padding = tuple(size // 2 for size in weight.shape[2:])
         self._flipped: Tensor | None = None
         self.kind = "conv" if type(self) is ConvMap else None
 
     def apply(self, z: Tensor) -> Tensor:  # (samples, channels, *space)
-        return self._convolve(z, self.weight, padding=self._padding)
+        found = convolve(z, self.weight, None, (1, 1), self._padding) if z.dtype is torch.float64 else None
+        return self._convolve(z, self.weight, padding=self._padding) if found is None else found
 
     def apply_plus(self, z: Tensor, x: Tensor) -> Tensor:
-        return self.apply(z).add_(x)
+        found = convolve(z, self.weight, x, (1, 1), self._padding) if z.dtype is torch.float64 else None
+        return self._convolve(z, self.weight, padding=self._padding).add_(x) if found is None else found
 
     def adjoint(self, y: Tensor) -> Tensor:
         if self._flipped is None:

@@ -65,16 +65,31 @@ def norm_arguments(kind: str) -> dict[str, object]:
     }  # fmt: skip
 
 
+def convolve_arguments(last: bool = False) -> dict[str, object]:
+    torch.manual_seed(0)
+    layout = LAST if last else torch.contiguous_format
+    x, plus = (
+        torch.randn(4, c, *size).double().contiguous(memory_format=layout) for c, size in ((5, (6, 7)), (9, (2, 4)))
+    )
+    weight, y = torch.randn(9, 5, 3, 2).double(), torch.zeros_like(plus)
+    return {
+        "rows": 3, "columns": 2, "stride": 2, "top": 0, "left": 1, "x": x, "y": y, "weight": weight, "plus": plus,
+        "threads": 2,
+    }  # fmt: skip
+
+
 CALLS = {
     "solve (dense)": lambda: solve_arguments(conv=False),
     "solve (conv)": lambda: solve_arguments(conv=True),
     "solve (conv, channels last)": lambda: solve_arguments(conv=True, last=True),
+    "convolve": convolve_arguments,
+    "convolve (channels last)": lambda: convolve_arguments(last=True),
     "batch_norm_forward": lambda: norm_arguments("batch_norm_forward"),
     "batch_norm_inference": lambda: norm_arguments("batch_norm_inference"),
     "batch_norm_backward": lambda: norm_arguments("batch_norm_backward"),
 }
 WRITTEN = {"out", "steps", "residual", "converged", "y", "grad_x", "grad_weight", "grad_bias"}
-OPTIONAL = {"start", "base"}
+OPTIONAL = {"start", "base", "plus"}
 
 
 def written_by(call: str) -> set[str]:
@@ -118,6 +133,11 @@ def test_the_raw_functions_compute_what_their_twins_do():
         run("solve", arguments)
         form = make_form((5, 6, 7) if conv else (9,), 4, "linear", transposed=True, gain=0.5)
         assert torch.allclose(arguments["out"].double(), twins.solution(form), rtol=1e-3, atol=1e-4)
+    for last in (False, True):
+        arguments = convolve_arguments(last)
+        run("convolve", arguments)
+        exact = torch.conv2d(arguments["x"], arguments["weight"], stride=2, padding=(0, 1)) + arguments["plus"]
+        assert torch.allclose(arguments["y"], exact, rtol=0, atol=1e-13)
     x, weight, bias, mean, variance = make_images()
     y = results("batch_norm_forward")["y"]
     assert torch.allclose(y, torch_batch_norm(x, None, None, weight, bias, True), rtol=1e-4, atol=1e-4)
@@ -206,7 +226,7 @@ def test_what_is_written_lies_apart(call, name):
 def test_each_check_says_what_is_wrong(call, name):
     for change, message in (
         (lambda t: t[None], "has the wrong number of dimensions"),
-        (lambda t: t.to(torch.int16), "must be (float32|int64|bool)"),
+        (lambda t: t.to(torch.int16), "must be (float32|float64|int64|bool)"),
         (lambda t: t.flip(0)[:0], "(is empty or too large|does not have the size)"),
         (lambda t: torch.stack([t, t], -1)[..., 0], "does not lie in memory as it must"),
         (lambda t: t.to("meta"), "must be on the CPU"),

@@ -13,7 +13,7 @@ from pcdeq.errors import UsageError
 from pcdeq.models import Clip, build, equilibrium_layers
 from pcdeq.proofs import kinds
 from pcdeq.proofs.balls import Ball
-from pcdeq.proofs.channels import channel_sums, surround_near
+from pcdeq.proofs.channels import Single, channel_sums, evaluate, surround_near
 from pcdeq.proofs.folding import fold
 from pcdeq.proofs.network import recognise
 from pcdeq.proofs.rules import surround
@@ -57,18 +57,19 @@ def odd_network(seed):
 
 @PLACES
 @DTYPES
+@pytest.mark.parametrize("tol", [1e-5, 1e-8])
 @pytest.mark.parametrize("seed", range(8))
 @torch.no_grad()
-def test_a_ball_holds_the_exact_values(seed, dtype, by_place):
+def test_a_ball_holds_the_exact_values(seed, tol, dtype, by_place):
     model, x = odd_network(seed), torch.randn(5, 2, 8, 8)
     model(x)
     layers, whole, value = fold(recognise(model)), recognise(model), x.double()
     ball = Ball.of(x, dtype, by_place)
     for layer, module in zip(whole, exact(model), strict=True):
-        ball, value = layer.surround(ball, 1e-5), module(value)
+        ball, value = layer.surround(ball, tol), module(value)
         error = (ball.centre.double() - value).abs() - 1e-12 * (1 + value.abs())
         assert (error <= ball.radius).flatten(1).all(1)[ball.proved].all()
-    folded = surround(layers, Ball.of(x, dtype, by_place), 1e-5)
+    folded = surround(layers, Ball.of(x, dtype, by_place), tol)
     assert ((folded.centre.double() - value).abs() <= folded.radius + 1e-12).all(1)[folded.proved].all()
     assert folded.proved.all() or not by_place  # one slope for all places of a channel may be too much
 
@@ -94,12 +95,58 @@ def test_any_point_is_safe(name, by_place):
         linear = layer.operator.bind(weight.float())
         sums = channel_sums(layer.operator.bind(weight))
         product = linear.apply if by_place else lambda d: d @ sums.T  # noqa: B023
-        value, radius, proved = surround_near(Equation(linear, layer.activation, x), product, z, reach)
+        equation = Equation(linear, layer.activation, x)
+        value, radius, proved = surround_near(equation, product, evaluate(equation, z), reach)
         radius = radius if by_place else radius[..., None, None]
         held = (value.double() - true).abs() <= radius.double() * (1 + 1e-9) + 1e-11 * true
         assert held.flatten(1).all(1)[proved].all()
         proofs += int(proved.sum())
     assert proofs > 60
+
+
+def random_layer(seed, name, by_place):
+    """A convolution with weights from none to far beyond 1, an input, and another one within a reach of it."""
+    torch.manual_seed(seed)
+    layer = pcdeq.PcDEQConv2d(3, name, weight_norm=False)
+    layer.operator.weight.copy_(torch.rand(3, 3, 3, 3) ** 4 * 10.0 ** float(torch.empty(()).uniform_(-6, 1)))
+    x = torch.rand(4, 3, 5, 5) ** 8 * 10.0 ** float(torch.empty(()).uniform_(-6, 1))
+    reach = torch.rand(4, 3, *((5, 5) if by_place else ())) * 10.0 ** float(torch.empty(()).uniform_(-14, -1))
+    room = reach if by_place else reach[..., None, None]
+    return layer, x.double(), reach, (x + room.double() * torch.empty_like(x).uniform_(-1, 1)).clamp(min=0)
+
+
+@PLACES
+@pytest.mark.parametrize("lie", [False, True])
+@pytest.mark.parametrize("name", ["tanh", "relu6", "softsign", "sigmoid", "log1p", "hard-tanh", "arctan"])
+@torch.no_grad()
+def test_any_correction_is_safe(name, lie, by_place):
+    """Whatever the linear solve says, also what would lead below 0 or is not finite; an honest one makes it tight."""
+    proofs, sharp = 0, 0
+    for seed in range(40):
+        layer, x, reach, shifted = random_layer(seed, name, by_place)
+        weight = layer.operator.weight.double()
+        true, near = fixed_point(layer, weight, shifted), fixed_point(layer, weight, x).float()
+        z = near * (1 + 10.0 ** -(seed % 7) * torch.randn(near.shape))
+        linear, single = (layer.operator.bind(weight.to(dtype)) for dtype in (torch.float64, torch.float32))
+        sums = channel_sums(linear)
+
+        class Liar(Single):
+            def solve(self, slope, source, tol, lies=lie and seed % 2):
+                found = Single.solve(self, slope, source, tol)
+                wrong = found.new_tensor([torch.nan, torch.inf, -1e30, -0.1, 1.0, 1e-6])[torch.randint(6, found.shape)]
+                return torch.where(torch.rand(found.shape) < 0.1, wrong, found) if lies else found
+
+        corrector = Liar(*Single.of(linear))
+        product = single.apply if by_place else lambda d: d @ sums.T  # noqa: B023
+        equation = Equation(linear, layer.activation, x)
+        point = evaluate(equation, z.double(), corrector)
+        value, radius, proved = surround_near(equation, product, point, reach, corrector if by_place else None)
+        radius = (radius if by_place else radius[..., None, None]).double()
+        held = (value - true).abs() <= radius * (1 + 1e-9) + 1e-12 * true
+        assert held.flatten(1).all(1)[proved].all()
+        proofs += int(proved.sum())
+        sharp += int((proved & (radius.flatten(1).amax(1) < 1e-5)).sum())
+    assert proofs > 30 and (lie or sharp > 15)
 
 
 @torch.no_grad()

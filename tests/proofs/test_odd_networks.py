@@ -10,6 +10,7 @@ from visitors import EXACT, VISITORS, conv, dense, exported, frozen, loss, norm
 
 import pcdeq
 from pcdeq.errors import UsageError
+from pcdeq.proofs.network import recognise
 from pcdeq.proofs.trusted import require_known_layer
 
 
@@ -470,3 +471,24 @@ class TestLayers:
         layer.register_forward_hook(lambda *given: -given[-1])
         with pytest.raises(UsageError, match="PcDEQLinear: it has a forward hook"):
             require_known_layer(layer, pcdeq.PcDEQ)
+
+
+@pytest.mark.parametrize(
+    "pool", [(3, 1, 1), (5, 1, 2), ((1, 3), 1, (0, 1)), (3, 2, 1), (3, 1, 0), (2, 1, 1), (7, 1, 3)]
+)
+@pytest.mark.parametrize("shape", [(2, 3, 6, 7), (2, 3, 2, 1), (3, 4, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.no_grad()
+def test_a_largest_number_of_a_window_is_that_of_torch(pool, shape, dtype):
+    module = nn.MaxPool2d(pool[0], stride=pool[1], padding=pool[2])
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(shape, dtype=dtype)
+        x = x.contiguous(memory_format=layout) if x.ndim == 4 else x
+        x[0, 0, 0] = torch.nan
+        x[-1, -1, -1] = -torch.inf
+        try:
+            expected = module(x)
+        except RuntimeError:
+            continue
+        (layer,) = recognise(nn.Sequential(module))
+        assert torch.equal(layer.value(x).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))

@@ -25,7 +25,7 @@ from torch.utils.dlpack import to_dlpack  # pyright: ignore[reportPrivateImportU
 from pcdeq.errors import UsageError
 
 # What the functions of the compiled module take; module.c has the same number.
-INTERFACE = 4
+INTERFACE = 5
 # A dense weight is multiplied with one sample at a time: good while the weight stays in the cache.
 LARGEST_DENSE = 256
 # Below this tolerance the kernel would take plain sums for convolutions, which torch has as well.
@@ -159,6 +159,27 @@ def _knows(form: Form, tol: float) -> bool:
     return form.kind == "conv" and of_images and tol >= FINEST_CONV and bool(_KERNELS.VECTORISED)
 
 
+def convolve(
+    x: Tensor, weight: Tensor, plus: Tensor | None, stride: tuple[int, ...], padding: tuple[int, ...]
+) -> Tensor | None:
+    """A convolution of images in float64 by plain sums, padded with zeros, and what is to be added to it."""
+    given = [t for t in (x, weight, plus) if t is not None]
+    if not _takes(*given, dtype=torch.float64) or _needs_graph(*given) or not _KERNELS.VECTORISED:
+        return None
+    if x.ndim != 4 or weight.ndim != 4 or len(set(stride)) != 1:
+        return None
+    kernel, step = weight.shape[2:], stride[0]
+    sizes = [(n + 2 * pad - k) // step + 1 for n, pad, k in zip(x.shape[2:], padding, kernel, strict=True)]
+    work = weight.numel() * len(x) * sizes[0] * sizes[1]
+    if min(sizes) < 1 or _lacks_threads(work, PARALLEL_PRODUCT):
+        return None
+    layout = _layout(x)
+    y = torch.empty(len(x), len(weight), *sizes, dtype=x.dtype, device=x.device, memory_format=layout)
+    plus = None if plus is None else _lay_out(plus, layout)
+    arguments = (*kernel, step, *padding, _lay_out(x, layout), y, weight.contiguous(), plus)
+    return y if _call(_KERNELS.convolve, *arguments, _threads(work, PARALLEL_PRODUCT)) else None
+
+
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -258,23 +279,23 @@ class Declared(torch.autograd.Function):
         return None, *ctx.kernel.backward(grad, *saved)
 
 
-def _takes(*tensors: Tensor) -> bool:
+def _takes(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there are kernels, nobody needs to see what torch does, and these are numbers that C can read."""
     watched = _KERNELS is None or torch.compiler.is_compiling() or is_tracing()
     if watched or _get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
         return False
-    return all(map(_is_plain, tensors))
+    return all(_is_plain(x, dtype) for x in tensors)
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether x is float32 in the memory of this process; a subclass may hold its numbers elsewhere."""
+def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether x is of a dtype and in the memory of this process; a subclass may hold its numbers elsewhere."""
     kind = type(x)
-    if not (kind is Tensor or kind is Parameter) or x.dtype is not torch.float32 or not x.is_cpu or x.is_nested:
+    if not (kind is Tensor or kind is Parameter) or x.dtype is not dtype or not x.is_cpu or x.is_nested:
         return False
     if x.layout is not torch.strided or is_functorch_wrapped_tensor(x) or x.is_neg() or not x.numel():
         return False
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.untyped_storage().nbytes() >= 4 * (x.storage_offset() + last + 1)
+    return x.untyped_storage().nbytes() >= x.itemsize * (x.storage_offset() + last + 1)
 
 
 def _is_writable(x: Tensor) -> bool:

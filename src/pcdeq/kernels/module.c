@@ -1,10 +1,11 @@
-/* The extension module pcdeq._kernels: float32, CPU, and optional; binding.py, its one caller, declines without it. */
+/* The extension module pcdeq._kernels: for the CPU, and optional; binding.py, its one caller, declines without it. */
 #include "anderson.h"
 #include "tensors.h"
 
 #define FUNCTION(name, what) { #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, what }
 static PyMethodDef methods[] = {
     FUNCTION(solve, "A whole solve, forward or adjoint."),
+    FUNCTION(convolve, "A convolution in float64."),
     FUNCTION(batch_norm_forward, "Normalise by batch statistics."),
     FUNCTION(batch_norm_inference, "Normalise by running statistics."),
     FUNCTION(batch_norm_backward, "The gradients of the first."),
@@ -27,6 +28,6 @@ PyMODINIT_FUNC PyInit__kernels(void)
     Py_XDECREF(names);
     if (made && PyModule_AddIntConstant(made, "VECTORISED", VECTORISED) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "MOST_THREADS", THREADED ? MOST_THREADS : 1) < 0) Py_CLEAR(made);
-    if (made && PyModule_AddIntConstant(made, "INTERFACE", 4) < 0) Py_CLEAR(made); /* as in binding.py */
+    if (made && PyModule_AddIntConstant(made, "INTERFACE", 5) < 0) Py_CLEAR(made); /* as in binding.py */
     return made;
 }

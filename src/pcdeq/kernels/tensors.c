@@ -19,6 +19,7 @@ typedef struct {
 enum { DLPACK_CPU = 1 };
 static const struct { uint8_t code, bits; const char *demand; } ELEMENTS[] = {
     [FLOAT32] = { 2, 32, "must be float32" },
+    [FLOAT64] = { 2, 64, "must be float64" },
     [INT64] = { 0, 64, "must be int64" },
     [BOOL] = { 6, 8, "must be bool" },
 };

@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-enum element { FLOAT32, INT64, BOOL };
+enum element { FLOAT32, FLOAT64, INT64, BOOL };
 enum access { READ, READ_IF_GIVEN, WRITE };
 /* How dimensions lie in memory, always without gaps: as usual; with the channels of a pixel next to each other; or
  * whichever of the two it is. */

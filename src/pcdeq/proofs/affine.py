@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pcdeq.kernels import binding
 from pcdeq.proofs.balls import TINY, Ball, as_radius
 from pcdeq.proofs.channels import RADIUS
 from pcdeq.proofs.intervals import Bounds, eps
@@ -113,10 +114,11 @@ class Weighted(Affine):
             weight, bias, size = self.numbers()
             rounding, tiny = self.rounding(dtype), torch.finfo(dtype).tiny
             lost = 2 * self.summed * tiny / rounding  # numbers that a dtype takes for 0
-            sums = weight.abs() if weight.ndim == 2 else weight.abs().flatten(2).sum(2)
+            absolute = weight.abs()
+            sums = absolute if weight.ndim == 2 else absolute.flatten(2).sum(2)
             lengths = weight.flatten(1).norm(dim=1)
             rest = rounding * bias.abs() + 1e-12 * size + 2 * TINY
-            radii = (weight.abs() + lost, sums + lost, lengths + lost, rest)
+            radii = (absolute + lost, sums + lost, lengths + lost, rest)
             self._made[dtype] = Prepared(weight.to(dtype), bias.to(dtype), *(numbers.to(RADIUS) for numbers in radii))
         return self._made[dtype]
 
@@ -167,6 +169,11 @@ class Convolution(Weighted):
             what = ("rows, (n, channels, length)", "images, (n, channels, height, width)", "volumes, of 5 dimensions")
             self.refuse(f"its input must be a batch of {what[weight.ndim - 3]}, not {tuple(x.shape)}")
         module, convolve = self.module, (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
+        plain = x.dtype is torch.float64 and module.groups == 1 and {*module.dilation} == {1}
+        if plain and not isinstance(module.padding, str):
+            found = binding.convolve(x, weight, None, module.stride, module.padding)
+            if found is not None:
+                return found if bias is None else found.add_(bias.reshape(-1, 1, 1))
         return convolve(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
     def preceded_by(self, other: PerChannel, rank: int | None) -> Layer | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Literal, Protocol, get_args
 
@@ -15,7 +15,7 @@ from pcdeq.errors import UsageError
 from pcdeq.proofs.balls import Ball
 from pcdeq.proofs.folding import fold
 from pcdeq.proofs.intervals import Box, Limits
-from pcdeq.proofs.kinds import Linear
+from pcdeq.proofs.kinds import Linear, Tally
 from pcdeq.proofs.leads import are_cheap, linear_leads
 from pcdeq.proofs.network import all_layers, require_features, split_classifier
 from pcdeq.proofs.order import Enclosure
@@ -26,34 +26,29 @@ from pcdeq.proofs.rules import Layer, enclose, surround
 Decision = tuple[Tensor, Tensor]
 BoundKind = Literal["best", "intervals", "linear"]
 
-# Without a radius of the images, balls decide: with a radius for each channel or for each place, in a dtype, about
-# solves to a tolerance. float32 does for networks of one equilibrium; through three of them rounding grows too much.
-BALLS = ((False, torch.float32, 1e-4), (False, torch.float64, 1e-6), (True, torch.float64, 1e-6))
+# Without a radius of the images, balls decide: with a radius for each channel, and few digits of the last equilibrium,
+# or for each place, and many of all.
+FEW, MANY = 1e-4, 1e-8
+BALLS = ((False, FEW), (True, MANY))
 # Boxes for what is left, and for images with a radius, of which float32 is enough.
 BOXES = ((torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-10))
-# Vectors at a time, images, so many to see what an attempt is worth, and so many for linear bounds.
-BATCH, IMAGES, PROBE, IMPROVED = 1000, 16, 32, 250
+# Vectors at a time, images, numbers that are made of these, and images for linear bounds.
+BATCH, IMAGES, NUMBERS, IMPROVED = 1000, 64, 1_500_000, 250
 # Distances in pixels, which go from 0 to 1, of a robustness curve.
 RADII = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Attempt:
     """A way to decide classes, and what came of it."""
 
     decide: Callable[[Tensor], Decision]
-    tried: int = 0
-    settled: int = 0
+    settled: Tally = field(default_factory=Tally)
 
     def __call__(self, images: Tensor) -> Decision:
         classes, margin = self.decide(images)
-        self.tried, self.settled = self.tried + len(images), self.settled + int((margin > 0).sum())
+        self.settled.count(margin > 0)
         return classes, margin
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether it settles most of what it is given, as far as one can tell."""
-        return self.tried < PROBE or self.settled >= self.tried / 2
 
 
 class Scale(Protocol):
@@ -139,7 +134,7 @@ def certify(
         raise UsageError(f"bounds must be 'best', 'intervals' or 'linear', got {bounds!r}")
     _try_out(model, images[:1])
     with parametrize.cached():
-        found = _settle(_attempts(layers, classifier, reach, limits), images, _at_a_time(layers))
+        found = _settle(_attempts(layers, classifier, reach, limits), images, _at_a_time(layers, images))
         if bool(reach.any()) and bounds != "intervals":
             for part in torch.arange(len(images), device=images.device).split(IMPROVED):
                 box = Box.of(images[part].double(), reach, limits)
@@ -175,7 +170,7 @@ class CertifiedNetwork:
         if kind not in self._known:
             _try_out(self._model, images[:1])
             self._known.add(kind)
-        return _settle(self._attempts, images, _at_a_time(self._layers))
+        return _settle(self._attempts, images, _at_a_time(self._layers, images))
 
 
 def class_decided(rest: nn.Sequential, tol: float = 1e-4) -> Callable[[Enclosure], Tensor]:
@@ -253,10 +248,11 @@ def _attempts(layers: Sequence[Layer], classifier: Linear, radius: Tensor, limit
     return [Attempt(decide) for decide in (*balls, *boxes[1:])]
 
 
-def _by_ball(
-    layers: Sequence[Layer], classifier: Linear, by_place: bool, dtype: torch.dtype, tol: float, images: Tensor
-) -> Decision:
-    ball = surround(layers, Ball.of(_laid_out(images), dtype, by_place), tol)
+def _by_ball(layers: Sequence[Layer], classifier: Linear, by_place: bool, tol: float, images: Tensor) -> Decision:
+    # float32 does for networks of one equilibrium; further ones enlarge rounding, too.
+    single = tol == FEW and sum(layer.solves for layer in layers) <= 1
+    ball = Ball.of(_laid_out(images), torch.float32 if single else torch.float64, by_place)
+    ball = surround(layers, ball, tol, MANY)
     require_features(classifier, ball.centre)
     reach = ball.radius.expand_as(ball.centre).double()
     return _decide(classifier, ball.centre.double(), reach, ball.proved, sharply=False)
@@ -281,10 +277,13 @@ def _laid_out(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images
 
 
-def _at_a_time(layers: Sequence[Layer]) -> int:
-    """How many images to take at once: few where layers work on images, so that what they make lies in the cache."""
+def _at_a_time(layers: Sequence[Layer], images: Tensor) -> int:
+    """How many images to take at once: as many as the first convolution makes so many numbers of."""
     modules = [layer.module for layer in all_layers(layers)]
-    return IMAGES if any(isinstance(m, nn.Conv2d) or getattr(m, "dims", 1) > 1 for m in modules) else BATCH
+    if not any(isinstance(m, nn.Conv2d) or getattr(m, "dims", 1) > 1 for m in modules):
+        return BATCH
+    growth = next((m.out_channels / m.in_channels for m in modules if isinstance(m, nn.Conv2d)), 1.0)
+    return max(1, min(IMAGES, int(NUMBERS / max(1.0, growth * images[:1].numel()))))
 
 
 def _settle(attempts: Sequence[Attempt], images: Tensor, size: int) -> Certificate:
@@ -298,7 +297,7 @@ def _settle(attempts: Sequence[Attempt], images: Tensor, size: int) -> Certifica
     for attempt in attempts:
         whole = len(left) == len(images)
         for start in range(0, len(left), size):
-            if attempt is attempts[-1] or attempt.is_worth_it:
+            if attempt is attempts[-1] or attempt.settled.is_worth_it:
                 part = slice(start, start + size) if whole else left[start : start + size]
                 classes[part], margin[part] = attempt(images[part])
         left = left[~(margin[left] > 0)]

@@ -25,6 +25,7 @@ class Residual(Layer):
     def __init__(self, module: Any, path: str, layers: Sequence[Layer]) -> None:
         super().__init__(module, path, residual.Residual, residual.Residual)
         self.layers = layers
+        self.solves = any(layer.solves for layer in layers)
 
     def enclose(self, box: Box, tol: float) -> Box:
         branch = enclose(self.layers, box, tol)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,13 +22,18 @@ from pcdeq.operators import LinearMap
 from pcdeq.proofs import trusted
 from pcdeq.proofs.affine import Linear as Linear
 from pcdeq.proofs.balls import TINY, Ball, as_radius
-from pcdeq.proofs.channels import RADIUS, channel_sums, has_channels, surround_near
+from pcdeq.proofs.channels import RADIUS, Single, channel_sums, evaluate, has_channels, over_space, surround_near
 from pcdeq.proofs.intervals import Bounds, Box, eps, outward
 from pcdeq.proofs.linear import Corners, Functional, join, split
 from pcdeq.proofs.order import SINGLE_PRECISION, Enclosure, enclose_near
 from pcdeq.proofs.relaxed import pull_relu
 from pcdeq.proofs.rules import Largest, Layer, Truncated, kind
 from pcdeq.solvers import Anderson
+
+# The tolerance of a solve that a correction follows.
+COARSE = 1e-4
+# So many samples tell what an attempt is worth.
+PROBE = 32
 
 
 @kind(nn.Identity)
@@ -114,20 +120,39 @@ class Unflatten(Flatten):
 
 
 class Prepared(NamedTuple):
-    """The map of a layer in a dtype and in that of radii, and its sums over places, if it has channels."""
+    """The map of a layer that has channels in a dtype, its sums over places, and what it is in float32."""
 
     linear: LinearMap
-    by_place: LinearMap
-    product: Callable[[Tensor], Tensor] | None
+    by_channel: Callable[[Tensor], Tensor]
+    single: Single
+
+
+@dataclass
+class Tally:
+    """How often something was tried and of use."""
+
+    tried: int = 0
+    useful: int = 0
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it is for most, as far as one can tell."""
+        return self.tried < PROBE or self.useful >= self.tried / 2
+
+    def count(self, useful: Tensor) -> None:
+        self.tried, self.useful = self.tried + useful.numel(), self.useful + int(useful.sum())
 
 
 @kind(PcDEQ)
 class Equilibrium(Layer):
     """An equilibrium, which rises with its input (T8): its values at the two ends are the exact hull."""
 
+    solves = True
+
     def __init__(self, module: Any, path: str, plain: type[nn.Module], known: type[nn.Module]) -> None:
         super().__init__(module, path, plain, known)
         self._made: dict[torch.dtype, Prepared] = {}
+        self._by_channel = Tally()
 
     @classmethod
     def why_not(cls, module: PcDEQ, training: bool) -> str | None:
@@ -154,33 +179,53 @@ class Equilibrium(Layer):
         return Box(low.lower.reshape(shape), high.upper.reshape(shape), box.proved & certified)
 
     def surround(self, ball: Ball, tol: float) -> Ball:
-        """By one number for each channel or place, and the product with W that the order test needs."""
+        """By one number for each channel or place, and the product with W that the order test needs.
+
+        For few digits a solve in float32; for many, one as coarse that is corrected in float64.
+        """
         module, centre = self._with_known_injection(), ball.centre
-        made = self._prepared(centre.dtype)
-        if centre.ndim != module.operator.state_ndim + 1 or made.product is None:
+        dtype = torch.float32 if tol >= SINGLE_PRECISION else centre.dtype
+        made = self._prepared(dtype)
+        if centre.ndim != module.operator.state_ndim + 1 or made is None:
             return super().surround(ball, tol)
-        radius, x = ball.radii(), module.inject(centre)
+        x = module.inject(centre)
+        reach = self._reach(ball, x, dtype)
+        equation = Equation(made.linear, module.activation, x.to(dtype))
+        z = self._solve(replace(equation, map=made.single.map, x=x.float()), max(tol, COARSE)).to(dtype)
+        if dtype == torch.float32 or not len(x):
+            point = evaluate(equation, z)
+        else:
+            point = evaluate(equation, z, made.single, 0.1 * float(reach.amax()))  # the input has no more digits
+        if not ball.by_place and self._by_channel.is_worth_it:
+            value, radius, proved = surround_near(equation, made.by_channel, point, reach)
+            self._by_channel.count(proved)
+            if self._by_channel.is_worth_it:
+                return ball.moved(value, as_radius(radius, value), proved)
+        # Slopes of all places of a channel may be too much for it, but each for its place.
+        reach = reach if ball.by_place else torch.empty_like(x, dtype=RADIUS).copy_(as_radius(reach, x))
+        value, radius, proved = surround_near(equation, made.single.map.apply, point, reach, made.single)
+        return ball.moved(value, radius if ball.by_place else as_radius(over_space(radius), value), proved)
+
+    def _reach(self, ball: Ball, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """How far the exact injected input may be from x in a dtype."""
+        radius, most = ball.radii(), ball.over(x).to(RADIUS)
         # The slope of softplus, 1 - exp(-5x), is at most 5x. Its rounding, see `_inject`, is in terms of x at most
         # 16x + 8x² + 0.12, since |y| exp(5y) is small for a raw input y < 0.
-        most = ball.over(x).to(RADIUS)
-        slope = (BETA * (most + radius)).clamp_(max=1.0) if module.activation.kind == 1 else 1.0
+        slope = (BETA * (most + radius)).clamp_(max=1.0) if self.module.activation.kind == 1 else 1.0
         rounding = ((16 + 8 * most) * most + 0.12) * eps(x)
-        reach = (slope * radius + rounding) * (1 + 32 * torch.finfo(RADIUS).eps) + TINY
-        equation = Equation(made.linear, module.activation, x)
-        product = made.by_place.apply if ball.by_place else made.product
-        value, radius, proved = surround_near(equation, product, self._solve(equation, tol), reach)
-        return ball.moved(value, as_radius(radius, value), proved)
+        if x.dtype != dtype:
+            rounding = rounding + most * torch.finfo(dtype).eps
+        return (slope * radius + rounding) * (1 + 32 * torch.finfo(RADIUS).eps) + TINY
 
-    def _prepared(self, dtype: torch.dtype) -> Prepared:
-        """What balls need in a dtype, made once."""
+    def _prepared(self, dtype: torch.dtype) -> Prepared | None:
+        """What balls need in a dtype, made once; None if the layer has no channels."""
         if dtype not in self._made:
             operator = self.module.operator
-            weight = operator.effective_weight_in(torch.float64)
-            linear, by_place = operator.bind(weight.to(dtype)), operator.bind(weight.to(RADIUS))
-            product = None
-            if has_channels(linear, self.module.activation):
-                product = partial(F.linear, weight=channel_sums(operator.bind(weight)))
-            self._made[dtype] = Prepared(linear, by_place, product)
+            exact = operator.bind(operator.effective_weight_in(torch.float64))
+            if not has_channels(exact, self.module.activation):
+                return None
+            by_channel = partial(F.linear, weight=channel_sums(exact))
+            self._made[dtype] = Prepared(operator.bind(exact.weight.to(dtype)), by_channel, Single.of(exact))
         return self._made[dtype]
 
     def _with_known_injection(self) -> PcDEQ:
@@ -191,7 +236,7 @@ class Equilibrium(Layer):
     def _solve(self, equation: Equation, tol: float) -> Tensor:
         """A point near the equilibrium, from float32 where that is precise enough: where it is from is no matter."""
         module, x = self.module, equation.x
-        if tol >= SINGLE_PRECISION:
+        if tol >= SINGLE_PRECISION and x.dtype != torch.float32:
             equation = Equation(module.operator.bind(equation.map.weight.float()), module.activation, x.float())
         guess = None if module.warm is None else module.warm.guess(equation.x)
         return solve_equation(equation, Anderson(tol=tol, max_steps=1000), guess).value.to(x.dtype)

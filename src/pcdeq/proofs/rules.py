@@ -40,6 +40,7 @@ class PerChannel(NamedTuple):
 class Layer(ABC):
     """One layer of a recognised network."""
 
+    solves = False  # whether there is an equilibrium in it
     varies = False  # whether it computes something else in training mode
     tensors: tuple[str, ...] = ()  # the names of what its module has learned
 
@@ -170,10 +171,14 @@ def enclose(layers: Sequence[Layer], box: Box, tol: float) -> Box:
 
 
 @full_precision()
-def surround(layers: Sequence[Layer], ball: Ball, tol: float) -> Ball:
-    """The ball of the exact outputs of layers in line."""
-    for layer in layers:
-        ball = layer.surround(ball, tol)
+def surround(layers: Sequence[Layer], ball: Ball, tol: float, before: float | None = None) -> Ball:
+    """The ball of the exact outputs of layers in line.
+
+    Each equilibrium enlarges what those before it leave open: ``before`` is for all but the last, if it differs.
+    """
+    last = max((place for place, layer in enumerate(layers) if layer.solves), default=0)
+    for place, layer in enumerate(layers):
+        ball = layer.surround(ball, tol if before is None or place >= last else before)
     return ball
 
 

@@ -11,7 +11,7 @@ from problems import ACTIVATIONS, make_input, make_layer
 import pcdeq
 from pcdeq.equation import Adjoint
 from pcdeq.solvers import Problem, run
-from pcdeq.solvers.loop import FIRST_LOOK, _WatchFromAfar, careful_norm_of_each
+from pcdeq.solvers.loop import FIRST_LOOK, _Watch, careful_norm_of_each
 from pcdeq.testing import SolverConformance
 from pcdeq.testing.counting import Operations, as_on_accelerator
 from pcdeq.testing.shared import uniform
@@ -23,7 +23,7 @@ LAYERS = {"dense": (pcdeq.PcDEQLinear, (8,)), "conv2d": (pcdeq.PcDEQConv2d, (8, 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    _WatchFromAfar.ended.clear()
+    _Watch.ended.clear()
 
 
 def problems(kind: str, activation: str) -> dict[str, Problem]:
@@ -175,6 +175,19 @@ class TestLeavingOut:
         assert parts.value.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(parts.value, whole.value, rtol=1e-12, atol=0)
         torch.testing.assert_close(parts.residual, whole.residual, rtol=1e-4, atol=0)
+
+    def test_one_that_is_measured_otherwise_may_be_left_out_first(self, monkeypatch):
+        monkeypatch.setattr(pcdeq.solvers.loop, "WORTH_SHRINKING", 0)
+        rate, offset = torch.tensor([0.01, 0.01, 0.9, 0.8])[:, None], torch.ones(4, 3)
+        offset[0] *= 1e-30  # whose square is 0
+
+        def of(samples):
+            given, factor = offset[samples], rate[samples]
+            return Problem(lambda z: factor * z + given, given, select=lambda some: of(samples[some]))
+
+        solution = run(of(torch.arange(4)), pcdeq.Picard(tol=1e-5))
+        assert solution.converged.all() and int(solution.steps.max()) > 2 * int(solution.steps.min())
+        torch.testing.assert_close(solution.value, offset / (1 - rate), rtol=1e-3, atol=0)
 
     def test_at_the_step_limit_too(self, monkeypatch):
         with pytest.warns(pcdeq.errors.ConvergenceWarning):

@@ -29,6 +29,13 @@ def numbers(tensor: Tensor) -> Numbers:
     return tensor.numpy() if at_hand(tensor) else tensor
 
 
+def host_numbers(tensor: Tensor) -> Numbers:
+    """The tensor's numbers as an array, for which the host waits where they are not at hand."""
+    if at_hand(tensor):
+        return tensor.numpy()
+    return np.array(tensor.tolist(), np.float64 if tensor.dtype is torch.float64 else np.float32)
+
+
 def alike(tensor: Tensor, values: Numbers) -> Numbers:
     """The tensor's numbers in the form of others, whose tensor was at hand or was not."""
     return tensor if isinstance(values, Tensor) else tensor.numpy()

@@ -17,7 +17,8 @@ from pcdeq.testing.counting import Operations, as_on_accelerator
 from pcdeq.testing.shared import uniform
 
 # Beside the product. On a CPU nine or ten, whatever the activation; on a device what numpy does for a CPU as well.
-MOST_OPERATORS, MOST_ON_DEVICE = 14, 44
+MOST_OPERATORS, MOST_ON_DEVICE = 14, 27
+MOST_KERNELS = 14  # of a compiled step, beside the product
 LAYERS = {"dense": (pcdeq.PcDEQLinear, (8,)), "conv2d": (pcdeq.PcDEQConv2d, (8, 6, 6))}
 
 
@@ -103,6 +104,65 @@ def test_the_same_solution_from_afar(kind, activation, solver, stop):
             assert far.summary.steps == near.summary.steps
             torch.testing.assert_close(far.value, near.value, rtol=1e-12, atol=0)
             torch.testing.assert_close(far.residual, near.residual, rtol=1e-6, atol=1e-100)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+class TestCompiledStep:
+    """One graph for all sizes of a batch; the same steps and values as in eager."""
+
+    @pytest.fixture(autouse=True)
+    def graphs(self, monkeypatch):
+        monkeypatch.setattr(pcdeq.solvers.compiled, "BACKEND", "eager")
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        yield torch._dynamo.utils.counters["stats"]
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("way", ["forward", "backward"])
+    @pytest.mark.parametrize(
+        ("kind", "activation"), [("conv2d", "tanh"), *(("dense", a) for a in ("tanh", "relu6", "softsign", "sigmoid"))]
+    )
+    @torch.no_grad()
+    def test_agrees_with_eager(self, kind, activation, way, graphs):
+        problem = problems(kind, activation)[way]
+        assert problem.select is not None
+        for samples in (5, 2, 4):
+            some = problem.select(torch.arange(samples))
+            with as_on_accelerator():
+                eager, compiled = (run(some, pcdeq.Anderson(tol=1e-9, compiled=on)) for on in (False, True))
+            assert int(eager.steps.max()) > 4
+            assert torch.equal(eager.steps, compiled.steps)
+            torch.testing.assert_close(eager.value, compiled.value, rtol=1e-12, atol=1e-14)
+        assert graphs["unique_graphs"] == 1
+
+    def test_gradients_of_a_layer(self):
+        found = []
+        for on in (False, True):
+            layer = make_layer("dense", "tanh", gain=0.9, solver=pcdeq.Anderson(tol=1e-9, compiled=on))
+            x = make_input("dense", samples=4).requires_grad_()
+            with as_on_accelerator():
+                layer(x).square().sum().backward()
+            found.append((x.grad, *(p.grad for p in layer.parameters())))
+        for eager, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(eager, compiled, rtol=1e-9, atol=1e-12)
+
+    @torch.no_grad()
+    def test_few_kernels(self, monkeypatch):
+        monkeypatch.setattr(pcdeq.solvers.compiled, "BACKEND", "inductor")
+        torch._inductor.metrics.reset()
+        problem = problems("conv2d", "tanh")["forward"]
+        with as_on_accelerator():
+            eager, compiled = (run(problem, pcdeq.Anderson(tol=1e-9, compiled=on)) for on in (False, True))
+        assert 0 < torch._inductor.metrics.generated_kernel_count <= MOST_KERNELS
+        assert torch.equal(eager.steps, compiled.steps)
+        torch.testing.assert_close(eager.value, compiled.value, rtol=1e-9, atol=1e-12)
+
+    @torch.no_grad()
+    def test_not_where_nobody_waits(self, graphs):
+        run(problems("dense", "tanh")["forward"], pcdeq.Anderson(tol=1e-9, compiled=True))
+        assert not graphs["unique_graphs"]
 
 
 class FromAfar(SolverConformance):

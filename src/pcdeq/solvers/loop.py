@@ -55,7 +55,7 @@ def run(problem: Problem, solver: Solver) -> Solution:
             return Solution(solved.value, solved.steps, solved.residual, solved.converged, summary, outcome)
     point = solver.init(problem)
     watch = _Watch(solver, point, problem.steps)
-    step = solver.step_on if watch.at_hand else solver.step  # from afar values are kept
+    step = solver.step_on if watch.at_hand else solver.step_from_afar
     count, state = problem.steps if solver.begins_at_start else 0, None
     if count and solver.stop == "batch":  # the start was a step from 0, which the paper's rule may accept
         watch.look(State(point, point, point, watch.norm(point)), count)

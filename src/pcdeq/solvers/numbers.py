@@ -58,6 +58,11 @@ def library(values: Numbers) -> ModuleType:
     return torch if isinstance(values, Tensor) else np
 
 
+def plus_product(values: Numbers, a: Numbers, b: Numbers, factor: float) -> Numbers:
+    """values + factor a b, which is one operator of a device."""
+    return torch.addcmul(values, a, b, value=factor) if isinstance(values, Tensor) else values + factor * a * b
+
+
 def spread(values: Numbers, like: Tensor) -> Tensor:
     """One number a sample, or one for all, in a shape that broadcasts over (samples, *state)."""
     values = values.reshape(-1, *[1] * (like.ndim - 1))

@@ -145,7 +145,7 @@ def from_words(name: str, options: Sequence[float]) -> Solver:
 def _solver(name: str, options: tuple[float, ...]) -> Solver:
     kind, rules = SOLVERS[name], get_args(StopRule)
     values: dict[str, Any] = {}
-    for field, value in zip(fields(kind), options, strict=True):
+    for field, value in zip(fields(kind), options, strict=False):  # one younger than an exported program is not there
         values[field.name] = rules[int(value)] if field.name == "stop" else type(field.default)(value)
     return kind(**values)
 

@@ -11,19 +11,20 @@ from problems import ACTIVATIONS, make_input, make_layer
 import pcdeq
 from pcdeq.equation import Adjoint
 from pcdeq.solvers import Problem, run
-from pcdeq.solvers.loop import FIRST_LOOK, _WatchFromAfar, careful_norm_of_each
+from pcdeq.solvers.loop import FIRST_LOOK, _Watch, careful_norm_of_each
 from pcdeq.testing import SolverConformance
 from pcdeq.testing.counting import Operations, as_on_accelerator
 from pcdeq.testing.shared import uniform
 
 # Beside the product. On a CPU nine or ten, whatever the activation; on a device what numpy does for a CPU as well.
-MOST_OPERATORS, MOST_ON_DEVICE = 14, 44
+MOST_OPERATORS, MOST_ON_DEVICE = 14, 27
+MOST_KERNELS = 14  # of a compiled step, beside the product
 LAYERS = {"dense": (pcdeq.PcDEQLinear, (8,)), "conv2d": (pcdeq.PcDEQConv2d, (8, 6, 6))}
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    _WatchFromAfar.ended.clear()
+    _Watch.ended.clear()
 
 
 def problems(kind: str, activation: str) -> dict[str, Problem]:
@@ -105,6 +106,65 @@ def test_the_same_solution_from_afar(kind, activation, solver, stop):
             torch.testing.assert_close(far.residual, near.residual, rtol=1e-6, atol=1e-100)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+class TestCompiledStep:
+    """One graph for all sizes of a batch; the same steps and values as in eager."""
+
+    @pytest.fixture(autouse=True)
+    def graphs(self, monkeypatch):
+        monkeypatch.setattr(pcdeq.solvers.compiled, "BACKEND", "eager")
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        yield torch._dynamo.utils.counters["stats"]
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("way", ["forward", "backward"])
+    @pytest.mark.parametrize(
+        ("kind", "activation"), [("conv2d", "tanh"), *(("dense", a) for a in ("tanh", "relu6", "softsign", "sigmoid"))]
+    )
+    @torch.no_grad()
+    def test_agrees_with_eager(self, kind, activation, way, graphs):
+        problem = problems(kind, activation)[way]
+        assert problem.select is not None
+        for samples in (5, 2, 4):
+            some = problem.select(torch.arange(samples))
+            with as_on_accelerator():
+                eager, compiled = (run(some, pcdeq.Anderson(tol=1e-9, compiled=on)) for on in (False, True))
+            assert int(eager.steps.max()) > 4
+            assert torch.equal(eager.steps, compiled.steps)
+            torch.testing.assert_close(eager.value, compiled.value, rtol=1e-12, atol=1e-14)
+        assert graphs["unique_graphs"] == 1
+
+    def test_gradients_of_a_layer(self):
+        found = []
+        for on in (False, True):
+            layer = make_layer("dense", "tanh", gain=0.9, solver=pcdeq.Anderson(tol=1e-9, compiled=on))
+            x = make_input("dense", samples=4).requires_grad_()
+            with as_on_accelerator():
+                layer(x).square().sum().backward()
+            found.append((x.grad, *(p.grad for p in layer.parameters())))
+        for eager, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(eager, compiled, rtol=1e-9, atol=1e-12)
+
+    @torch.no_grad()
+    def test_few_kernels(self, monkeypatch):
+        monkeypatch.setattr(pcdeq.solvers.compiled, "BACKEND", "inductor")
+        torch._inductor.metrics.reset()
+        problem = problems("conv2d", "tanh")["forward"]
+        with as_on_accelerator():
+            eager, compiled = (run(problem, pcdeq.Anderson(tol=1e-9, compiled=on)) for on in (False, True))
+        assert 0 < torch._inductor.metrics.generated_kernel_count <= MOST_KERNELS
+        assert torch.equal(eager.steps, compiled.steps)
+        torch.testing.assert_close(eager.value, compiled.value, rtol=1e-9, atol=1e-12)
+
+    @torch.no_grad()
+    def test_not_where_nobody_waits(self, graphs):
+        run(problems("dense", "tanh")["forward"], pcdeq.Anderson(tol=1e-9, compiled=True))
+        assert not graphs["unique_graphs"]
+
+
 class FromAfar(SolverConformance):
     """All that a solver must do, from afar."""
 
@@ -175,6 +235,19 @@ class TestLeavingOut:
         assert parts.value.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(parts.value, whole.value, rtol=1e-12, atol=0)
         torch.testing.assert_close(parts.residual, whole.residual, rtol=1e-4, atol=0)
+
+    def test_one_that_is_measured_otherwise_may_be_left_out_first(self, monkeypatch):
+        monkeypatch.setattr(pcdeq.solvers.loop, "WORTH_SHRINKING", 0)
+        rate, offset = torch.tensor([0.01, 0.01, 0.9, 0.8])[:, None], torch.ones(4, 3)
+        offset[0] *= 1e-30  # whose square is 0
+
+        def of(samples):
+            given, factor = offset[samples], rate[samples]
+            return Problem(lambda z: factor * z + given, given, select=lambda some: of(samples[some]))
+
+        solution = run(of(torch.arange(4)), pcdeq.Picard(tol=1e-5))
+        assert solution.converged.all() and int(solution.steps.max()) > 2 * int(solution.steps.min())
+        torch.testing.assert_close(solution.value, offset / (1 - rate), rtol=1e-3, atol=0)
 
     def test_at_the_step_limit_too(self, monkeypatch):
         with pytest.warns(pcdeq.errors.ConvergenceWarning):

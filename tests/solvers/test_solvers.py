@@ -25,7 +25,7 @@ import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, UsageError
 from pcdeq.kernels import binding
 from pcdeq.solvers import Problem, run
-from pcdeq.solvers.loop import _WatchFromAfar
+from pcdeq.solvers.loop import _Watch
 from pcdeq.testing import SolverConformance
 from pcdeq.testing.counting import as_on_accelerator
 
@@ -493,7 +493,7 @@ class TestNeighbours:
         offset = torch.randn(5, 6, generator=torch.manual_seed(1), dtype=torch.float64)
 
         def solve(offset):
-            _WatchFromAfar.ended.clear()  # so that it looks after the first steps
+            _Watch.ended.clear()  # so that it looks after the first steps
             problem = Problem(lambda z: z @ matrix.T + offset, offset)
             with around(), warnings.catch_warnings(action="ignore"):
                 return run(problem, SOLVERS[solver](tol=1e-10, max_steps=40))

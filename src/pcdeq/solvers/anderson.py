@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from pcdeq.errors import UsageError
-from pcdeq.solvers.numbers import Numbers, alike, library, numbers, spread
+from pcdeq.solvers.compiled import compiled_step
+from pcdeq.solvers.numbers import Numbers, alike, library, numbers, plus_product, spread
 from pcdeq.solvers.problem import ANYWHERE, Problem
 from pcdeq.solvers.solver import Norm, Solver, State, pick
 
@@ -35,6 +36,7 @@ class Safeguard(NamedTuple):
     power: Numbers  # q^(j+1)
     proposed: Numbers  # whether it is a proposal
     never: Numbers  # infinity
+    half: Numbers
     older: tuple[tuple[Tensor, Tensor], ...] = ()  # (value, residual), the latest first
 
 
@@ -45,6 +47,8 @@ class Anderson(Solver):
     Args:
         memory: how many earlier points a proposal may use; 1 or 2 give nearly all the gain.
         decay: q of the safeguard, in (0, 1).
+        compiled: on a device that the host would have to wait for, send steps through `torch.compile`; see the page
+            "On a GPU, with compilers" of the documentation.
 
     >>> import torch, pcdeq
     >>> layer = pcdeq.PcDEQLinear(4, solver=pcdeq.Anderson(tol=1e-6))
@@ -54,6 +58,7 @@ class Anderson(Solver):
 
     memory: int = 1
     decay: float = 0.9
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +79,10 @@ class Anderson(Solver):
         own = problem.form is not None and self.memory == 1 and type(self) is Anderson
         return self._step(problem, state, point, norm, reuse=own and not torch.is_grad_enabled())
 
+    def step_from_afar(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        step = compiled_step if self.compiled else type(self).step
+        return step(self, problem, state, point, norm)
+
     def _step(self, problem: Problem, state: State | None, point: Tensor, norm: Norm, *, reuse: bool) -> State:
         value = problem.fn(point)
         if state is None:
@@ -82,7 +91,7 @@ class Anderson(Solver):
             now = numbers(length)
             full = library(now).full_like
             never = full(now, torch.inf)
-            guard = Safeguard(never, now, full(now, self.decay), now > never, never)
+            guard = Safeguard(never, now, full(now, self.decay), now > never, never, full(now, 0.5))
             return State(value, value, residual, length, guard)
         # The first point is not the solve's own, the second is the first value.
         residual = torch.sub(value, point, out=point if reuse and point is not state.value else None)
@@ -104,11 +113,10 @@ class Anderson(Solver):
         xp = library(length)
         # Of a point that was not kept nothing is taken over: a plain step follows, whose residual is the next measure.
         largest = xp.maximum(guard.largest, xp.minimum(length, guard.limit))
-        power = xp.where(kept & guard.proposed, guard.power * self.decay, guard.power)
+        power = plus_product(guard.power, guard.power, kept & guard.proposed, self.decay - 1)
         limit = xp.where(proposed, xp.minimum(length, largest * power), guard.never)
-        return Safeguard(limit, largest, power, proposed, guard.never)
+        return Safeguard(limit, largest, power, proposed, guard.never, guard.half)
 
-    @np.errstate(all="ignore")
     def propose(
         self, value: Tensor, residual: Tensor, length: Numbers, kept: Numbers, state: State, norm: Norm, *, reuse: bool
     ) -> tuple[Tensor, Numbers]:
@@ -125,10 +133,10 @@ class Anderson(Solver):
             first, *rest = (alike(one, length) for one in found)
             share = 1 - first
         else:
-            # 1 - <r, d> / <d, d> for d = r - r', from three norms: none of them is squared, so none is lost.
             change = torch.sub(residual, state.residual, out=state.residual if reuse else None)
             before, span = alike(state.length, length), alike(norm(change), length)
-            share = 0.5 - 0.5 * ((length - before) / span) * ((length + before) / span)
+            secant = _secant if isinstance(length, Tensor) else _secant_of_arrays
+            share = secant(length, before, span, state.memory.half)
         # Coefficients of the earlier values that sum to 1 or more mean that residuals grow: far below z*, where the map
         # still expands and the secant points back to 0. The plain step is better there. A NaN, where nothing changed,
         # compares as false.
@@ -142,6 +150,15 @@ class Anderson(Solver):
 
     def select(self, state: State, samples: Tensor) -> State | None:
         return pick(state, samples) if type(self) is Anderson else None
+
+
+def _secant(now: Numbers, before: Numbers, span: Numbers, half: Numbers) -> Numbers:
+    """1 - <r, d> / <d, d> for d = r - r', from their three norms: only ratios are squared, so nothing is lost."""
+    now, before = now / span, before / span
+    return plus_product(plus_product(half, before, before, 0.5), now, now, -0.5)
+
+
+_secant_of_arrays = np.errstate(all="ignore")(_secant)  # 0 / 0 where nothing changed: no number, and no warning
 
 
 def _least_squares(changes: list[Tensor], residual: Tensor) -> list[Tensor]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pcdeq.kernels import binding
-from pcdeq.solvers.numbers import Numbers, at_hand, by_memory, numbers
+from pcdeq.solvers.numbers import Numbers, at_hand, by_memory, host_numbers
 from pcdeq.solvers.numbers import rows as rows_of
-from pcdeq.solvers.problem import Problem, Solution, Summary, per_sample
+from pcdeq.solvers.problem import Problem, Solution, Summary
 from pcdeq.solvers.solver import Norm, Solver, State
 
 # The paper's guard against division by 0 in the relative residual. It also accepts anything whose norm
@@ -28,6 +28,7 @@ from pcdeq.solvers.solver import Norm, Solver, State
 PAPER_GUARD = 1e-5
 # Where looking makes the host wait for a device: the first look, if no earlier solve tells when, and those that follow.
 FIRST_LOOK, LOOK_EVERY = 4, 3
+MOST_UNSEEN = 10  # steps between two looks at most, as their values are kept
 # Batches of fewer numbers than this are solved as a whole; of larger ones, what is done is left out.
 WORTH_SHRINKING = 32_768
 MOST_REMEMBERED = 256
@@ -53,98 +54,133 @@ def run(problem: Problem, solver: Solver) -> Solution:
             outcome = summary.outcome(solved.value.dtype)
             return Solution(solved.value, solved.steps, solved.residual, solved.converged, summary, outcome)
     point = solver.init(problem)
-    watch = _Watch(solver, point) if at_hand(point) else _WatchFromAfar(solver, point, problem.steps)
+    watch = _Watch(solver, point, problem.steps)
+    step = solver.step_on if watch.at_hand else solver.step_from_afar
     count, state = problem.steps if solver.begins_at_start else 0, None
     if count and solver.stop == "batch":  # the start was a step from 0, which the paper's rule may accept
         watch.look(State(point, point, point, watch.norm(point)), count)
     while count < solver.max_steps and watch.goes_on:
         count += 1
-        state = watch.look(solver.step_on(problem, state, point, watch.norm), count)
+        state = watch.look(step(problem, state, point, watch.norm), count)
         problem, state = watch.shrink(problem, solver, state)
         point = state.point
     return watch.solution(point if state is None else state.value, count)
 
 
 class _Watch:
-    """Looks at a solve after each step, and takes down the samples that are done."""
+    """Looks at a solve, and takes down the samples that are done.
 
-    def __init__(self, solver: Solver, like: Tensor) -> None:
+    After each step where that costs nothing. Where it makes the host wait for a device it looks rarely, first when
+    earlier solves like this one were done, and then at all steps since the last look: their values are kept until then,
+    so that each sample is taken down as it was when it was done, and steps too many change nothing.
+    """
+
+    # After how many steps the last two solves of a kind have ended; it changes nothing but when to look.
+    ended: ClassVar[dict[object, tuple[int, int]]] = {}
+
+    def __init__(self, solver: Solver, like: Tensor, free_steps: int) -> None:
         samples = len(like)
-        self.tol, self.batch = solver.tol, solver.stop == "batch"
+        self.tol, self.batch, self.last = solver.tol, solver.stop == "batch", solver.max_steps
         self.norm = self.usual_norm = _norm_of_all(like) if self.batch else _norm_of_each(like)
-        self.sure = _sure_norms(like)
         self.careful: Numbers = np.zeros(samples, bool)  # which are measured by their largest component
+        self.residual: Numbers = np.full(samples, np.inf, np.float64 if like.dtype is torch.float64 else np.float32)
+        self.relative: Numbers = self.residual  # at the last look
+        self.sure: tuple[Numbers, Numbers] = _sure_norms(like)
+        self.usual_sure = self.sure
         self.samples: Numbers = np.arange(samples)  # that the solve goes on with
         self.active: Numbers = np.ones(samples, bool)  # those of them that are not done
         self.converged: Numbers = np.zeros(samples, bool)
         self.steps: Numbers = np.zeros(samples, np.int64)
-        self.residual: Numbers = np.full(samples, np.inf, np.float64 if like.dtype is torch.float64 else np.float32)
-        self.relative: Numbers = self.residual  # at the last look
         self.value: Tensor | None = None  # of the samples that are done
         self.goes_on = samples > 0
+        self.device, self.at_hand = like.device, at_hand(like)
+        self.kind = None if self.at_hand else (solver, free_steps, like.shape[1:], like.dtype, like.device)
+        self.unseen: list[tuple[Tensor, Tensor, Tensor]] = []  # value, its residual's norm and its own, since the look
+        self.next_look = 0 if self.at_hand else min(*self.ended.get(self.kind, (FIRST_LOOK,)), self.last)
 
     @np.errstate(all="ignore")
     def look(self, state: State, count: int) -> State:
         """Take down what is done after so many steps; the state's length is measured again where it has to be."""
-        length, size = state.length.numpy(), self.norm(state.value).numpy()
-        if self.batch:
-            return self._look_at_all(state, length / (size + PAPER_GUARD), count)
-        self.relative = length / size
-        near = ~(self.relative >= self.tol) & self.active  # or not a number
-        if near.any():
-            smallest, largest = self.sure
-            sure = np.where(self.careful, EVERY_NORM, smallest), np.where(self.careful, np.inf, largest)
-            doubtful = near & ~_is_sure(length, size, self.tol, *sure)
-            self._take_down(near & ~doubtful, state.value, count, converged=True)
-            return self._measure_again(state, doubtful, count) if doubtful.any() else state
-        return state
+        size = self.norm(state.value)
+        if self.at_hand:
+            doubtful = self._look_at(state.value, state.length.numpy(), size.numpy(), count)
+        else:
+            self.unseen.append((state.value, state.length, size))
+            if count < self.next_look and len(self.unseen) < MOST_UNSEEN:
+                return state
+            doubtful = self._look_back(count)
+        return state if doubtful is None else self._measure_again(state, doubtful, count)
 
-    def _look_at_all(self, state: State, relative: Numbers, count: int) -> State:
-        self.relative = np.broadcast_to(relative, self.active.shape)
-        if relative[0] < self.tol:
-            self._take_down(self.active, state.value, count, converged=True)
-        elif not (relative[0] >= self.tol or bool(state.point.isfinite().all())):
-            self._take_down(self.active, state.value, count, converged=False)  # one lost sample makes every norm NaN
-        return state
+    def _look_back(self, count: int) -> Numbers | None:
+        """Look at all steps since the last look; doubts can be settled for the last of them only."""
+        values, lengths, sizes = zip(*self.unseen, strict=True)
+        self.unseen, self.next_look = [], min(count + LOOK_EVERY, self.last)
+        found = host_numbers(torch.stack([*lengths, *sizes])).reshape(2, len(values), -1)
+        doubtful = None
+        for at, (value, length, size) in enumerate(zip(values, *found, strict=True), count + 1 - len(values)):
+            doubtful = self._look_at(value, length, size, at) if self.goes_on else None
+        return doubtful
+
+    def _look_at(self, value: Tensor, length: Numbers, size: Numbers, count: int) -> Numbers | None:
+        """Take down what is done for certain after a step; for which samples it is not certain."""
+        relative = np.broadcast_to(length / (size + PAPER_GUARD), self.active.shape) if self.batch else length / size
+        self.relative, near = relative, ~(relative >= self.tol) & self.active  # or not a number
+        if not np.count_nonzero(near):
+            return None
+        sure = relative < self.tol if self.batch else _is_sure(length, size, self.tol, *self.sure)
+        self._take_down(near & sure, value, count, converged=True)
+        doubtful = near & ~sure
+        return doubtful if np.count_nonzero(doubtful) else None
 
     def _measure_again(self, state: State, doubtful: Numbers, count: int) -> State:
         """Take down which of these are done by norms that cannot under- or overflow, or lost; others keep theirs."""
-        measured = torch.where(torch.from_numpy(doubtful), careful_norm_of_each(state.residual), state.length)
-        length, size = measured.numpy(), careful_norm_of_each(state.value).numpy()
+        if self.batch:  # one lost sample makes every norm not a number
+            if not bool(state.point.isfinite().all()):
+                self._take_down(doubtful, state.value, count, converged=False)
+            return state
+        which = self._on_device(doubtful)
+        measured = torch.where(which, careful_norm_of_each(state.residual), state.length)
+        finite = state.point.isfinite().flatten(1).all(1).to(measured.dtype)
+        length, size, finite = host_numbers(torch.stack([measured, careful_norm_of_each(state.value), finite]))
         self.relative = np.where(doubtful, np.where(length == 0, 0, length / size), self.relative)
         self._take_down(doubtful & (self.relative < self.tol), state.value, count, converged=True)
         # Not so a sample whose value is infinite but whose next point is not: a proposal that was refused.
-        lost = ~numbers(state.point.isfinite().flatten(1).all(1))
-        self._take_down(doubtful & self.active & lost, state.value, count, converged=False)
+        self._take_down(doubtful & self.active & (finite == 0), state.value, count, converged=False)
         self._measure_carefully(self.careful | (doubtful & self.active))
         return state._replace(length=measured)  # the next step compares it with one of these norms
 
     def _measure_carefully(self, which: Numbers) -> None:
         """Measure these, and only these, by their largest component from now on."""
-        self.careful = which
-        if which.any():
-            self.norm = _norm_with_care(torch.from_numpy(which), self.usual_norm)
+        self.careful, self.norm, self.sure = which, self.usual_norm, self.usual_sure
+        if np.count_nonzero(which):
+            self.norm = _norm_with_care(self._on_device(which), self.usual_norm)
+            self.sure = np.where(which, EVERY_NORM, self.sure[0]), np.where(which, np.inf, self.sure[1])
 
     def _take_down(self, which: Numbers, value: Tensor, count: int, *, converged: bool) -> None:
         rows = which.nonzero()[0]
+        if not len(rows):
+            return
+        samples = self.samples[rows]
         if len(rows) == len(self.steps):
             self.value = value
-        elif len(rows):
+        else:
             # The first that are done are so while the solve goes on with all.
             self.value = torch.empty_like(value) if self.value is None else self.value
-            part = rows_of(value, torch.from_numpy(rows))
-            by_memory(self.value).index_copy_(0, torch.from_numpy(self.samples[rows]), by_memory(part))
-        samples = self.samples[rows]
+            part = rows_of(value, self._on_device(rows))
+            by_memory(self.value).index_copy_(0, self._on_device(samples), by_memory(part))
         self.steps[samples], self.residual[samples], self.converged[samples] = count, self.relative[rows], converged
         self.active = self.active & ~which
-        self.goes_on = bool(self.active.any())
+        self.goes_on = bool(np.count_nonzero(self.active))
 
     def shrink(self, problem: Problem, solver: Solver, state: State) -> tuple[Problem, State]:
-        """The problem and its state without the samples that are done, if there are enough to be worth it."""
-        if problem.select is None or self.value is None or not self.goes_on or state.value.numel() < WORTH_SHRINKING:
+        """The problem and its state without the samples that are done, if there are enough to be worth it.
+
+        Not from afar, where kernels are chosen for the size of a batch.
+        """
+        if self.value is None or problem.select is None or not (self.at_hand and self.goes_on) or self.batch:
             return problem, state
         rows = self.active.nonzero()[0]
-        if 4 * len(rows) > 3 * len(self.samples) or self.batch:
+        if state.value.numel() < WORTH_SHRINKING or 4 * len(rows) > 3 * len(self.samples):
             return problem, state
         chosen = torch.from_numpy(rows)
         part = solver.select(state, chosen)
@@ -160,107 +196,21 @@ class _Watch:
             self._take_down(self.active, value, count, converged=False)
         summary = Summary(0, 0, 0.0)
         if len(self.steps):
-            failed = len(self.steps) - int(self.converged.sum())
+            failed = len(self.steps) - int(np.count_nonzero(self.converged))
             summary = Summary(failed, int(self.steps.max()), float(self.residual.max()))
+        if self.kind is not None and not summary.unconverged:
+            self._remember(summary.steps)
         value = value if self.value is None else self.value
-        steps, residual, converged = map(torch.from_numpy, (self.steps, self.residual, self.converged))
+        steps, residual, converged = map(self._on_device, (self.steps, self.residual, self.converged))
         return Solution(value, steps, residual, converged, summary, summary.outcome(value.dtype))
 
+    def _remember(self, steps: int) -> None:
+        if len(self.ended) > MOST_REMEMBERED:
+            self.ended.clear()
+        self.ended[self.kind] = (steps, self.ended.get(self.kind, (steps,))[0])
 
-class _WatchFromAfar:
-    """The same where looking makes the host wait for a device: rarely, when earlier solves like this one were done.
-
-    What is done is kept as it is, so that steps too many change nothing.
-    """
-
-    # After how many steps the last two solves of a kind have ended; it changes nothing but when to look.
-    ended: ClassVar[dict[object, tuple[int, int]]] = {}
-
-    def __init__(self, solver: Solver, like: Tensor, free_steps: int) -> None:
-        self.tol, self.batch, self.last = solver.tol, solver.stop == "batch", solver.max_steps
-        self.norm = self.usual_norm = _norm_of_all(like) if self.batch else _norm_of_each(like)
-        self.smallest: float | Tensor = EVERY_NORM if self.batch else _sure_norms(like)[0]  # that is what it seems
-        self.least = -1.0 if self.batch else 0.0  # a relative residual of 0 may be due to an infinite value
-        self.active = torch.ones(like.shape[:1], dtype=torch.bool, device=like.device)
-        self.lost = self.careful = ~self.active
-        self.before, self.taken = (
-            0,
-            torch.zeros_like(self.active, dtype=torch.int64),
-        )  # steps until the first look, since
-        self.residual = torch.full(like.shape[:1], torch.inf, dtype=_dtype_of_norms(like), device=like.device)
-        self.value: Tensor | None = None
-        self.summary = Summary(0, 0, 0.0)
-        self.goes_on = len(like) > 0
-        self.kind = (solver, free_steps, like.shape[1:], like.dtype, like.device)
-        self.next_look = min(self.ended.get(self.kind, (FIRST_LOOK,)))
-
-    def look(self, state: State, count: int) -> State:
-        """Keep what is done after so many steps; now and then, see whether all is."""
-        size = self.norm(state.value)
-        size = size + PAPER_GUARD if self.batch else size
-        # Sure in the same sense as in `_is_sure`: no less than underflow may have hidden.
-        relative = state.length.clip(min=self.smallest) / size
-        going, active = self.active, per_sample(self.active, state.value)
-        if self.value is None:
-            self.before, self.value = count - 1, state.value
-        self.value = torch.where(active, state.value, self.value)
-        self.residual = torch.where(going, relative, self.residual)
-        self.taken = self.taken + going
-        self.active = going > ((relative < self.tol) & (relative > self.least))
-        if count >= self.next_look or count == self.last:
-            # Not a number, or so small that it may be none.
-            doubtful = ~(relative >= self.tol) | (state.length <= self.smallest)
-            state = self._ask(state, self.active & doubtful, count)
-        return state
-
-    def _ask(self, state: State, doubtful: Tensor, count: int) -> State:
-        self.next_look = count + LOOK_EVERY
-        if self._read(doubtful):
-            state = self._measure_again(state, doubtful)
-            self._read(doubtful)
-        if not self.goes_on and not self.summary.unconverged:
-            if len(self.ended) > MOST_REMEMBERED:
-                self.ended.clear()
-            steps = self.summary.steps
-            self.ended[self.kind] = (steps, self.ended.get(self.kind, (steps,))[0])
-        return state
-
-    def _read(self, doubtful: Tensor) -> bool:
-        """Wait for the device: does anything go on, and are there residuals that are not what they seem?"""
-        failed = (self.active | self.lost).sum()
-        facts = (self.active.any(), doubtful.any(), failed, self.taken.max(), self.residual.max())
-        active, doubt, *told = torch.stack([fact.to(self.residual.dtype) for fact in facts]).tolist()
-        self.goes_on, self.summary = bool(active), Summary(int(told[0]), self.before + int(told[1]), told[2])
-        return bool(doubt)
-
-    def _measure_again(self, state: State, doubtful: Tensor) -> State:
-        """As in `_Watch`."""
-        finite = state.point.isfinite()
-        if self.batch:
-            self.lost, self.active = self.lost | (self.active & ~finite.all()), self.active & finite.all()
-            return state
-        self.careful = careful = self.careful | doubtful
-        self.norm = _norm_with_care(careful, self.usual_norm)
-        length, size = self.norm(state.residual), self.norm(state.value)
-        self.smallest = torch.where(careful, torch.full_like(length, EVERY_NORM), self.smallest)
-        relative = torch.where(length == 0, 0.0, length / size)
-        self.residual = torch.where(doubtful, relative, self.residual)
-        self.active = self.active & ~(doubtful & (relative < self.tol))
-        lost = doubtful & self.active & ~finite.flatten(1).all(1)
-        self.lost, self.active = self.lost | lost, self.active & ~lost
-        return state._replace(length=length)
-
-    def shrink(self, problem: Problem, solver: Solver, state: State) -> tuple[Problem, State]:
-        """Nothing: how many are done is known to the device only."""
-        return problem, state
-
-    def solution(self, value: Tensor, count: int) -> Solution:
-        """What is to be said, all of which is known since the last look; unless no step was allowed."""
-        converged = ~(self.active | self.lost)
-        if self.value is None:
-            return Solution.of(value, self.taken + count, self.residual, converged)
-        outcome = self.summary.outcome(value.dtype)
-        return Solution(self.value, self.taken + self.before, self.residual, converged, self.summary, outcome)
+    def _on_device(self, values: Numbers) -> Tensor:
+        return torch.from_numpy(values) if self.at_hand else torch.from_numpy(values).to(self.device)
 
 
 def _dtype_of_norms(z: Tensor) -> torch.dtype:

@@ -29,6 +29,13 @@ def numbers(tensor: Tensor) -> Numbers:
     return tensor.numpy() if at_hand(tensor) else tensor
 
 
+def host_numbers(tensor: Tensor) -> Numbers:
+    """The tensor's numbers as an array, for which the host waits where they are not at hand."""
+    if at_hand(tensor):
+        return tensor.numpy()
+    return np.array(tensor.tolist(), np.float64 if tensor.dtype is torch.float64 else np.float32)
+
+
 def alike(tensor: Tensor, values: Numbers) -> Numbers:
     """The tensor's numbers in the form of others, whose tensor was at hand or was not."""
     return tensor if isinstance(values, Tensor) else tensor.numpy()
@@ -49,6 +56,11 @@ def rows(states: Tensor, samples: Tensor) -> Tensor:
 def library(values: Numbers) -> ModuleType:
     """numpy or torch; ``where``, ``minimum`` and ``maximum`` mean the same in both."""
     return torch if isinstance(values, Tensor) else np
+
+
+def plus_product(values: Numbers, a: Numbers, b: Numbers, factor: float) -> Numbers:
+    """values + factor a b, which is one operator of a device."""
+    return torch.addcmul(values, a, b, value=factor) if isinstance(values, Tensor) else values + factor * a * b
 
 
 def spread(values: Numbers, like: Tensor) -> Tensor:

@@ -88,6 +88,10 @@ class Solver:
         """The same step for the loop, which needs neither state nor point again: their memory may be used."""
         return self.step(problem, state, point, norm)
 
+    def step_from_afar(self, problem: Problem, state: State | None, point: Tensor, norm: Norm) -> State:
+        """The same step on a device that the host would have to wait for: the loop keeps values until it looks."""
+        return self.step(problem, state, point, norm)
+
     def select(self, state: State, samples: Tensor) -> State | None:
         """The state of some of the samples, by which a solve goes on with them alone; None: it goes on with all."""
         return None if state.memory != () else pick(state, samples)

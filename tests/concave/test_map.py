@@ -81,6 +81,12 @@ class TestSolving:
         assert (solution.residual < 1e-9).all()
         assert ((solution.value - exact).norm(dim=1) <= solution.residual * solution.value.norm(dim=1)).all()
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_few_digits(self, dtype):
+        found = pcdeq.ConcaveMap(lambda z: (z + 1).sqrt()).solve(torch.ones(2, 3, dtype=dtype)).value
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), torch.full((2, 3), (1 + 5**0.5) / 2).double(), rtol=1e-2, atol=0)
+
     def test_empty(self):
         fn = pcdeq.ConcaveMap(lambda z: 1 + z.sqrt())
         assert fn.solve(zeros(0, 3)).value.shape == (0, 3)

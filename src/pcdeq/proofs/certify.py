@@ -121,7 +121,7 @@ def certify(
     >>> certificate.classes.equal(model(images).argmax(1)), certificate.share
     (True, 1.0)
     """
-    if model.training:
+    if getattr(model, "training", False):
         raise UsageError("certify wants a network in evaluation mode: call model.eval() first")
     layers, classifier = split_classifier("certify", model)
     _require_floats(images)

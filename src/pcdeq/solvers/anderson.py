@@ -167,7 +167,9 @@ def _least_squares(changes: list[Tensor], residual: Tensor) -> list[Tensor]:
     # Squares of small numbers would be 0: each sample is measured by its largest change.
     size = torch.stack([change.abs().amax(dims, keepdim=True) for change in changes]).amax(0)
     size = size + (size == 0)
-    changes, residual = [change / size for change in changes], residual / size
+    # In float16 sums of squares would overflow, and torch solves nothing.
+    wide = torch.promote_types(residual.dtype, torch.float32)
+    changes, residual = [(change / size).to(wide) for change in changes], (residual / size).to(wide)
     right = torch.stack([(change * residual).sum(dims) for change in changes], -1)
     gram = torch.stack([torch.stack([(a * b).sum(dims) for b in changes], -1) for a in changes], -2)
     # Nearly parallel changes: a little regularisation, relative to their size, keeps this solvable.

@@ -41,9 +41,8 @@ Made by `python benchmarks/certificates.py --robust RUN`, {threads} threads, flo
 Weights: those of the package where it has them, else a short training (benchmarks/cases.py says how long).
 
 - *width / error*: half the width of `layer.enclose`, at its widest component, over the true error of the solve there,
-  at its largest component; the median over 64 images (16 of SC), at the worst layer. For a float32 layer the bounds are
-  computed in float32 where its rounding is a small part of the width, else in float64; the second number is that of the
-  layer in float64.
+  at its largest component; the median over 64 images (16 of SC), at the worst layer. The second number is that
+  of the layer in float64.
 - *certified*: test images whose class is proved to be that of the exact equilibrium network (`pcdeq.certify`).
 - *cost*: seconds of `certify` over those of a plain forward pass (model.eval(), no_grad, batches of 250).
 

@@ -35,9 +35,9 @@ from pcdeq.proofs.trusted import require_nonnegative
 from pcdeq.solvers import Anderson, run
 from pcdeq.solvers.numbers import by_memory
 
-# Candidates for δ: how often the slopes are taken anew, the share of the largest number that all get, the most terms of
-# the series, and the share of the source at which the rest of the series is made up for by a factor.
-TRIES, SLACK, TERMS, REST = 3, 0.05, 30, 0.35
+# Candidates for δ: the share of the largest number that all get, for each time that the slopes are taken anew; the most
+# terms of the series, and the share of the source at which the rest of the series is made up for by a factor.
+SLACK, TERMS, REST = (0.01, 0.05, 0.2), 30, 0.35
 # No equilibrium is larger, so no larger distance is of use; with a limit, what float32 takes for 0 has one, too.
 LARGEST = 1024
 # No number is divided by a smaller slope.
@@ -176,9 +176,9 @@ def _spread(
 
     steepest = slope(reach + 2 * error)
     spread, proved = error, torch.zeros(len(error), dtype=torch.bool, device=error.device)
-    for _ in range(TRIES):
+    for slack in SLACK:
         source = error + steepest * reach
-        source = source + SLACK * largest(source)
+        source = source + slack * largest(source)
         candidate, image = find(steepest, source)
         shift = (image + reach) * (1 + slop)
         steepest = slope(shift)

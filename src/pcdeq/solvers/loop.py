@@ -11,6 +11,7 @@ component from then on, and no other. So a solve is the same for data of any sca
 
 from __future__ import annotations
 
+from math import inf
 from typing import ClassVar
 
 import numpy as np
@@ -54,7 +55,7 @@ def run(problem: Problem, solver: Solver) -> Solution:
             outcome = summary.outcome(solved.value.dtype)
             return Solution(solved.value, solved.steps, solved.residual, solved.converged, summary, outcome)
     point = solver.init(problem)
-    watch = _Watch(solver, point, problem.steps)
+    watch = _Watch(solver, point, problem)
     step = solver.step_on if watch.at_hand else solver.step_from_afar
     count, state = problem.steps if solver.begins_at_start else 0, None
     if count and solver.stop == "batch":  # the start was a step from 0, which the paper's rule may accept
@@ -78,7 +79,7 @@ class _Watch:
     # After how many steps the last two solves of a kind have ended; it changes nothing but when to look.
     ended: ClassVar[dict[object, tuple[int, int]]] = {}
 
-    def __init__(self, solver: Solver, like: Tensor, free_steps: int) -> None:
+    def __init__(self, solver: Solver, like: Tensor, problem: Problem) -> None:
         samples = len(like)
         self.tol, self.batch, self.last = solver.tol, solver.stop == "batch", solver.max_steps
         self.norm = self.usual_norm = _norm_of_all(like) if self.batch else _norm_of_each(like)
@@ -93,19 +94,22 @@ class _Watch:
         self.steps: Numbers = np.zeros(samples, np.int64)
         self.value: Tensor | None = None  # of the samples that are done
         self.goes_on = samples > 0
+        self.far = inf if self.batch or not samples else self.tol * _largest_norm(problem.box, like[0].numel())
         self.device, self.at_hand = like.device, at_hand(like)
-        self.kind = None if self.at_hand else (solver, free_steps, like.shape[1:], like.dtype, like.device)
+        self.kind = None if self.at_hand else (solver, problem.steps, like.shape[1:], like.dtype, like.device)
         self.unseen: list[tuple[Tensor, Tensor, Tensor]] = []  # value, its residual's norm and its own, since the look
         self.next_look = 0 if self.at_hand else min(*self.ended.get(self.kind, (FIRST_LOOK,)), self.last)
 
     @np.errstate(all="ignore")
     def look(self, state: State, count: int) -> State:
         """Take down what is done after so many steps; the state's length is measured again where it has to be."""
-        size = self.norm(state.value)
         if self.at_hand:
-            doubtful = self._look_at(state.value, state.length.numpy(), size.numpy(), count)
+            length = state.length.numpy()
+            if self.far < inf and count < self.last and not np.count_nonzero(~(length >= self.far)):
+                return state  # no value is so large that one of these residuals were small
+            doubtful = self._look_at(state.value, length, self.norm(state.value).numpy(), count)
         else:
-            self.unseen.append((state.value, state.length, size))
+            self.unseen.append((state.value, state.length, self.norm(state.value)))
             if count < self.next_look and len(self.unseen) < MOST_UNSEEN:
                 return state
             doubtful = self._look_back(count)
@@ -211,6 +215,11 @@ class _Watch:
 
     def _on_device(self, values: Numbers) -> Tensor:
         return torch.from_numpy(values) if self.at_hand else torch.from_numpy(values).to(self.device)
+
+
+def _largest_norm(box: tuple[float, float] | tuple[Tensor, Tensor] | None, size: int) -> float:
+    """Above the norm of any value of so many components in the box, if that starts at 0 and has one end for all."""
+    return inf if box is None or isinstance(box[1], Tensor) or box[0] != 0 else 1.01 * box[1] * size**0.5
 
 
 def _dtype_of_norms(z: Tensor) -> torch.dtype:

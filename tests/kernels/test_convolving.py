@@ -18,7 +18,14 @@ SIZES = [(1, 1, 1, 1), (1, 12, 28, 28), (3, 8, 5, 6), (5, 9, 4, 7), (2, 16, 6, 1
 WAYS = [((3, 3), 1, (1, 1)), ((3, 3), 2, (0, 0)), ((1, 1), 1, (0, 0)), ((5, 3), 3, (4, 1)), ((2, 4), 1, (0, 3))]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", SIZES)
@@ -28,21 +35,15 @@ def test_it_is_that_of_torch(size, way, layout, threads):
         assert convolve(torch.randn(2, inputs, *space).double(), torch.randn(1, inputs, *kernel).double(), way) is None
         return
     torch.manual_seed(0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        x = torch.randn(3, inputs, *space).double().contiguous(memory_format=layout)
-        weight = torch.randn(outputs, inputs, *kernel).double()
-        exact = torch.conv2d(x, weight, stride=stride, padding=padding)
-        plus = torch.randn_like(exact)
-        found, more = convolve(x, weight, way), convolve(x, weight, way, plus)
-        assert found is not None and more is not None
-        assert found.is_contiguous(memory_format=layout) or inputs == 1  # which has both layouts
-        assert torch.allclose(found, exact, rtol=0, atol=1e-12) and torch.allclose(
-            more, exact + plus, rtol=0, atol=1e-12
-        )
-    finally:
-        torch.set_num_threads(before)
+    x = torch.randn(3, inputs, *space).double().contiguous(memory_format=layout)
+    weight = torch.randn(outputs, inputs, *kernel).double()
+    exact = torch.conv2d(x, weight, stride=stride, padding=padding)
+    plus = torch.randn_like(exact)
+    found, more = convolve(x, weight, way), convolve(x, weight, way, plus)
+    assert found is not None and more is not None
+    assert found.is_contiguous(memory_format=layout) or inputs == 1  # which has both layouts
+    assert torch.allclose(found, exact, rtol=0, atol=1e-12)
+    assert torch.allclose(more, exact + plus, rtol=0, atol=1e-12)
 
 
 def convolve(x, weight, way, plus=None):
@@ -63,13 +64,11 @@ def test_every_component_is_a_sum_to_a_few_roundings():
             assert abs(float(found[0, output].flatten()[place]) - exact) <= 81 * 2.3e-16 * exact
 
 
-def test_what_is_not_a_number_stays_with_its_sample():
+def test_what_is_not_a_number_stays_with_its_sample(threads):
     x, weight = torch.rand(3, 2, 4, 4).double(), torch.rand(2, 2, 3, 3).double()
     x[1, 0, 2, 2] = torch.nan
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        found = convolve(x, weight, WAYS[0])
-        assert found[[0, 2]].isfinite().all() and found[1].isnan().any()
+    found = convolve(x, weight, WAYS[0])
+    assert found[[0, 2]].isfinite().all() and found[1].isnan().any()
 
 
 def test_it_declines():

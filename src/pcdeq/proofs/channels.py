@@ -176,15 +176,18 @@ def _spread(
 
     steepest = slope(reach + 2 * error)
     spread, proved = error, torch.zeros(len(error), dtype=torch.bool, device=error.device)
-    for slack in SLACK:
+    for attempt, slack in enumerate(SLACK):
         source = error + steepest * reach
         source = source + slack * largest(source)
         candidate, image = find(steepest, source)
         shift = (image + reach) * (1 + slop)
         steepest = slope(shift)
-        spread = steepest * shift * (1 + slop)
-        over = (error + spread) * (1 + slop) - candidate
-        proved = ((largest(over) <= 0) & (largest(candidate) < LARGEST)).flatten()
+        found = steepest * shift * (1 + slop)
+        over = (error + found) * (1 + slop) - candidate
+        holds = ((largest(over) <= 0) & (largest(candidate) < LARGEST)).flatten()
+        # What was proved stays so, whatever the samples beside it need.
+        spread = torch.where(proved.view(-1, *[1] * (found.ndim - 1)), spread, found) if attempt else found
+        proved = proved | holds
         if bool(proved.all()):
             break
     return spread, proved

@@ -132,14 +132,19 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--radii", type=float, nargs="*", default=RADII)
     options = parser.parse_args()
-    kept = [Row(**found) for found in json.loads(KEPT.read_text())] if KEPT.exists() else []
     for name in options.networks:
         for radius in sorted(options.radii):
             found = row(name, options.images, radius)
             print(*found, flush=True)
-            kept = [old for old in kept if (old.network, old.radius) != (name, radius)] + [found]
+            keep(found)
             if not found.linear:
                 break
+
+
+def keep(found: Row) -> None:
+    """Write the page anew with a row, in the place of an older one like it."""
+    kept = [Row(**old) for old in json.loads(KEPT.read_text())] if KEPT.exists() else []
+    kept = [old for old in kept if (old.network, old.radius) != (found.network, found.radius)] + [found]
     kept.sort(key=lambda row: (row.network.split("-")[2], row.network, row.radius))
     write(KEPT, (json.dumps([row._asdict() for row in kept], indent=1) + "\n").encode())
     write_page(kept)

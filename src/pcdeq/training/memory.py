@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 # Of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-# Where glibc's own rule ends after large blocks: those above the first are the system's own, and the heap shrinks when
-# so much at its end is free. The most and the number of such blocks that it can be told.
+# Usual is where glibc's own rule ends after large blocks: those above 32 MB are mapped one by one, at most 65536 of
+# them, and the heap shrinks when 64 MB at its end are free. Kept: none is mapped, and the heap all but never shrinks.
 _USUAL = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEPT = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, (1 << 31) - 1))
 

@@ -55,7 +55,7 @@ def markdown(runs: list[Run], operators: Table, facts: dict[str, object]) -> str
     lines = ["# Speed", "", "Made by `make bench`. " + "; ".join(f"{k}: {v}" for k, v in facts.items()) + ".", ""]
     lines += [
         "`pcdeq` has its C kernels, `without-c` is what runs on machines without: the same in plain torch. All have",
-        "the same optimiser (torch's fused AdamW) and channels-last images. float64 is eager torch for all.",
+        "the same optimiser (torch's fused AdamW) and layout of images. float64 is eager torch for all.",
         "",
     ]
     for table in (target_table(runs), ratio_table(runs), operators):

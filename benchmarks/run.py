@@ -28,6 +28,7 @@ import pcdeq
 # What is measured in float64 as well, and how: there are no kernels for it, and of SC a step takes many seconds.
 DOUBLE, DOUBLE_METHODS = (("l", "mnist"), ("mc", "mnist")), ("without-c", "hook", "torchdeq")
 RESULTS = Path(__file__).parents[1] / "results" / "bench"
+LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
 def main() -> None:
@@ -46,13 +47,19 @@ def main() -> None:
         measured = track(chosen, description=description, console=Console(stderr=True))
         runs.append(
             {
-                case: measure(case, images[case.data][0], methods_for(case, options.methods), options.seconds)
+                case: measure(
+                    case,
+                    images[case.data][0],
+                    methods_for(case, options.methods),
+                    options.seconds,
+                    LAYOUTS[options.layout],
+                )
                 for case in measured
             }
         )
     console = Console(width=150)
     operators = operator_table()
-    save(runs, operators, options.out, facts | {"seconds": options.seconds})
+    save(runs, operators, options.out, facts | {"seconds": options.seconds, "layout": options.layout})
     console.print(target_table(runs), ratio_table(runs), operators, detail_table(runs))
     console.print(f"kept in {options.out}")
 
@@ -77,6 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="the median of so many runs is reported")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each method, in training and in inference")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--layout", choices=LAYOUTS, default="channels-last", help="of images, for all; the faster one")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 

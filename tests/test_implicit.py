@@ -27,7 +27,9 @@ from problems import (
 from torch.func import functional_call
 
 import pcdeq
+from pcdeq.equation import LARGEST, SMALLEST, Adjoint
 from pcdeq.errors import ConvergenceError, ConvergenceWarning, PcdeqError
+from pcdeq.operators import DenseMap
 
 HERE = Path(__file__).parent
 BACKWARD_INSIDE_AUTOCAST = """
@@ -454,3 +456,24 @@ class TestNotConverging:
         with pytest.warns(ConvergenceWarning, match="forward solve"):
             layer(make_input("dense").requires_grad_())
         assert layer.last_forward.steps == 3
+
+
+class TestScale:
+    """The adjoint equation is scaled where a sample's largest component is near an end of the range, and only there."""
+
+    @pytest.mark.parametrize("size", [1, 5_000])
+    @pytest.mark.parametrize(("peak", "is_scaled"), [(0.5, True), (2.0, False)])
+    def test_from_the_smallest(self, peak, is_scaled, size):
+        assert self.is_scaled(peak * SMALLEST, size) is is_scaled
+
+    @pytest.mark.parametrize("size", [1, 5_000])
+    @pytest.mark.parametrize(("peak", "is_scaled"), [(0.5, False), (2.0, True), (float("nan"), True)])
+    def test_from_the_largest(self, peak, is_scaled, size):
+        assert self.is_scaled(peak * LARGEST, size) is is_scaled
+
+    def is_scaled(self, peak: float, size: int) -> bool:
+        """Of three samples one is like that, in all its components."""
+        grad = torch.ones(3, size)
+        grad[1] = -peak
+        _, factor = Adjoint(DenseMap(torch.eye(1)), torch.ones(3, size), grad).scaled()
+        return factor is not None

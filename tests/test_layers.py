@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import sys
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -238,6 +240,15 @@ class TestNoGraph:
         assert not z.requires_grad
         assert z.grad_fn is None
         assert not saved
+
+    def test_evaluation_keeps_nothing_alive(self):
+        layer = make_layer("dense")
+        with torch.no_grad():
+            alive = weakref.ref(layer(make_input("dense")))
+        assert alive() is None
+        layer = weakref.ref(layer)
+        gc.collect()
+        assert layer() is None
 
     def test_nothing_that_asks_for_a_gradient_builds_none(self):
         layer = make_layer("dense").requires_grad_(False)

@@ -25,7 +25,10 @@ from pcdeq.errors import UsageError
 TensorMap = Callable[[Tensor], Tensor]
 # What a rate found on a grid may be below the true one, of its size: the grid's last step squared, and rounding.
 ROUNDED_UP = 1e-13
-SLOW_TANH = frozenset(("cpu",))  # devices on which four simple passes are quicker than one of torch's tanh
+# Devices on which four simple passes are quicker than one of torch's tanh, and on which torch takes longer to make a
+# tensor of a number than to add it to a small batch: there the constants of a solve are tensors.
+SLOW_NUMBERS = frozenset(("cpu",))
+_ONE, _MINUS_TWO = (torch.tensor(number, dtype=torch.float32, device="cpu") for number in (1.0, -2.0))
 ROUNDINGS = 16  # of its result, by which an evaluation of s may be off where something is proved
 
 
@@ -256,16 +259,20 @@ for _activation in (
 
 def _overwrite_with_tanh(y: Tensor) -> Tensor:
     """-e / (2 + e) for e = exp(-2y) - 1, y >= 0: half the time of torch's tanh on a CPU, as exact near 0."""
-    if y.device.type not in SLOW_TANH:
+    if y.device.type not in SLOW_NUMBERS:
         return y.tanh_()
-    e = y.mul_(-2).expm1_()
-    return e.div_(torch.rsub(e, -2))
+    e = y.mul_(_MINUS_TWO).expm1_()
+    return e.div_(torch.sub(_MINUS_TWO, e))
+
+
+def _overwrite_with_softsign(y: Tensor) -> Tensor:
+    return y.div_(torch.add(y, _ONE) if y.device.type in SLOW_NUMBERS else 1 + y)
 
 
 # The same in the memory of the argument, which a solve need not keep.
 _OVERWRITING: dict[str, TensorMap] = {
     "tanh": _overwrite_with_tanh,
-    "softsign": lambda y: y.div_(1 + y),
+    "softsign": _overwrite_with_softsign,
     "relu6": lambda y: y.clamp_(max=6.0),
     "sigmoid": torch.sigmoid_,
     "log1p": Tensor.log1p_,

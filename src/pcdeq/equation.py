@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ class Equation:
         """Wz, in the shape and dtype of z whatever the operator returns."""
         return like(z, self.map.apply(z))
 
-    def select(self, samples: Tensor) -> Equation:
+    def select(self, samples: Tensor | slice) -> Equation:
         """The equation for some of the samples."""
-        if samples.dtype is torch.bool:
+        if isinstance(samples, slice) or samples.dtype is torch.bool:
             return replace(self, x=self.x[samples])
         return self if len(samples) == len(self.x) else replace(self, x=rows(self.x, samples))
 
@@ -51,7 +51,10 @@ class Equation:
 
     def start(self, guess: Tensor | None) -> Tensor:
         """s(guess + x) for a guess of Wz*; g(0) without one."""
-        return self.at_zero() if guess is None else self.activation.value(guess + self.x)
+        if guess is None:
+            return self.at_zero()
+        activate = self.activation.value if torch.is_grad_enabled() else partial(overwrite, self.activation)
+        return activate(self.x + guess)  # in the layout of x
 
     def problem(self, guess: Tensor | None = None) -> Problem:
         """What a solver needs, starting at s(guess + x) for a guess of Wz*, by default at g(0).
@@ -69,7 +72,7 @@ class Equation:
             self.jacobian,
             form,
             guess,
-            lambda samples: self.select(samples).problem(),
+            lambda samples: self.select(samples).problem(guess),
         )
 
     def slope(self, z: Tensor) -> Tensor:
@@ -137,17 +140,20 @@ class Adjoint:
     grad: Tensor
 
     def __call__(self, u: Tensor) -> Tensor:
-        pulled = self.pull(u)
-        own = self.map.kind is not None and not torch.is_grad_enabled()
-        return torch.addcmul(self.at_zero, self.slope, pulled, out=pulled if own else None)
+        if torch.is_grad_enabled() or self.map.kind is None:
+            return torch.addcmul(self.at_zero, self.slope, self.pull(u))
+        pulled = self.map.adjoint(u)
+        return torch.addcmul(self.at_zero, self.slope, pulled, out=pulled)
 
     @cached_property
     def at_zero(self) -> Tensor:
         """D v."""
         return self.slope * self.grad
 
-    def select(self, samples: Tensor) -> Adjoint:
+    def select(self, samples: Tensor | slice) -> Adjoint:
         """The equation for some of the samples."""
+        if isinstance(samples, slice):
+            return replace(self, slope=self.slope[samples], grad=self.grad[samples])
         return replace(self, slope=rows(self.slope, samples), grad=rows(self.grad, samples))
 
     def pull(self, u: Tensor) -> Tensor:
@@ -175,13 +181,22 @@ class Adjoint:
         """
         if not self.grad.numel():
             return self, None
+        near = at_hand(self.grad)
+        if near and _is_usual(self.grad):
+            return self, None
         samples = by_memory(self.grad).flatten(1)  # torch's norm takes twenty times as long
         peak = torch.maximum(samples.amax(1), -samples.amin(1)).reshape(-1, *[1] * (self.grad.ndim - 1))
-        if at_hand(peak) and bool(((found := numbers(peak)) > SMALLEST).all() and (found < LARGEST).all()):
+        if near and bool(((found := numbers(peak)) > SMALLEST).all() and (found < LARGEST).all()):
             return self, None
         exponent = torch.frexp(torch.nan_to_num(peak, nan=1.0, posinf=1.0)).exponent.clamp(-126, 126)
         factor = torch.ldexp(torch.ones_like(peak), exponent)
         return replace(self, grad=self.grad / factor), factor
+
+
+def _is_usual(grad: Tensor) -> bool:
+    """Whether all samples' largest components are within the limits for certain, as their norms tell, in one pass."""
+    norm = torch.linalg.vector_norm(grad, 2, tuple(range(1, grad.ndim))).numpy()
+    return bool((norm > SMALLEST * (grad.numel() / len(grad)) ** 0.5).all() and (norm < LARGEST).all())
 
 
 def product_margin(linear: LinearMap, z: Tensor) -> float:

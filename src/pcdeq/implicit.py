@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from pcdeq.autograd import ReplacedGradient
-from pcdeq.derivatives import EquilibriumFunction, TransformedEquilibriumFunction, Words, traced
+from pcdeq.derivatives import EquilibriumFunction, TransformedEquilibriumFunction, Words, apply_without_backward, traced
 from pcdeq.equation import Adjoint, Equation
 from pcdeq.errors import UsageError
 from pcdeq.operations import SOLVERS, AnySolver, is_traced, no_autocast, solve_adjoint, solve_equation
@@ -51,7 +51,8 @@ def equilibrium(equation: Equation, plan: Plan, guess: Tensor | None = None) -> 
             stats = EachStats(*each)
         else:
             function = TransformedEquilibriumFunction if is_transformed() else EquilibriumFunction
-            z, summary = function.apply(x, weight, guess, words)  # pyright: ignore[reportGeneralTypeIssues]
+            solve = function.apply if recorded else apply_without_backward
+            z, summary = solve(x, weight, guess, words)  # pyright: ignore[reportGeneralTypeIssues]
             stats = SolveStats.of(summary, z)
     else:
         if is_transformed():

@@ -21,7 +21,7 @@ from pcdeq.operators import Conv, Dense, Device, LinearMap, Operator
 from pcdeq.parametrisation import is_transformed
 from pcdeq.proofs.certified import Certified, Question, solve_until
 from pcdeq.proofs.gradient import GradientEnclosure, enclose_gradient, through_slope
-from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, refine
+from pcdeq.proofs.order import Enclosure, enclose_near, enclose_tightly, enclose_within
 from pcdeq.proofs.precision import full_precision
 from pcdeq.proofs.rates import Rate, a_priori_rate
 from pcdeq.proofs.trusted import require_known_layer
@@ -219,8 +219,9 @@ class PcDEQ(SolvingLayer):
         The claim is about the layer whose weight and injected input are the numbers in memory.
 
         Args:
-            width: refine until no component's bounds are further apart than this, in float64 where float32 is too
-                coarse, and the result is then float64. Samples for which that fails are not certified.
+            width: no component's bounds may be further apart than this; what cannot be had so is not certified. A
+                width that the solve allows costs little more than the solve, less than none given, which means bounds
+                as tight as the solve; for smaller ones the solve goes on, and the result is float64 where it must be.
             solver: for the first solve, instead of the layer's own.
 
         >>> import torch, pcdeq
@@ -233,9 +234,8 @@ class PcDEQ(SolvingLayer):
         with full_precision():
             equation = self.equation(x)
             solution = solve_equation(equation, self.solver if solver is None else solver, self._guess(equation))
-            box = enclose_tightly(self._equation_in_float64, equation, solution.value)
-            if width is not None:
-                box = refine(self._equation_in_float64, equation, solution.value, box, width)
+            given = equation, solution.value, self._equation_in_float64
+            box = enclose_tightly(*given) if width is None else enclose_within(width, *given)
         return Enclosure(box.lower.reshape(x.shape), box.upper.reshape(x.shape), box.certified)
 
     @torch.no_grad()

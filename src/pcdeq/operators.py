@@ -237,6 +237,8 @@ class Operator(nn.Module, ABC):
         """The weight in use: >= 0, normalised, differentiable."""
         v, g = self._stored() if self.weight_norm else (self.weight, None)
         plain = torch.compiler.is_compiling() or not is_transformed()
+        if plain and not torch.is_grad_enabled():
+            return nonnegative_weight(v, g)
         return (NonnegativeWeight if plain else TransformedWeight).apply(v, g)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()

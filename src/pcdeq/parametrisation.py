@@ -15,14 +15,14 @@ def is_transformed() -> bool:
     return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _passes(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Where the gradient of max(parameter, 0) passes.
+def _passed(parameter: Tensor, grad: Tensor) -> Tensor:
+    """What passes of the gradient of max(parameter, 0).
 
     At parameter >= 0 it always does, as through a clamp, so that with `project_` after each step the
     dynamics are the paper's. Below 0 a gradient whose descent step raises the parameter is let through,
     so that no weight stays dead.
     """
-    return (parameter >= 0) | (grad < 0)
+    return torch.where(parameter >= 0, grad, grad.clamp(max=0.0))
 
 
 class NonnegativeWeight(torch.autograd.Function):
@@ -34,20 +34,23 @@ class NonnegativeWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, v: Tensor, g: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(v, g)
-        return nonnegative_weight(v, g)
+        if g is None:
+            ctx.save_for_backward(v, g)
+            return v.clamp(min=0.0)
+        direction, *_ = found = _found(v, g)
+        ctx.save_for_backward(v, g, *found)
+        return direction * g.clamp(min=0.0)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        v, g = ctx.saved_tensors
+        v, g, *found = ctx.saved_tensors
         if g is None:
-            return grad * _passes(v, grad), None
-        direction, norm, empty = _directions(v)
-        rows = tuple(range(1, v.ndim))
-        along = (grad * direction).sum(rows, keepdim=True)
-        grad_v = (g.clamp(min=0.0) / norm) * (grad - direction * along)
-        grad_g = along + empty * (grad.sum(rows, keepdim=True) * math.sqrt(v.shape[0] / v.numel()))
-        return grad_v * _passes(v, grad_v), grad_g * _passes(g, grad_g)
+            return _passed(v, grad), None
+        # In a graph of second derivatives all these are functions of v and g.
+        direction, learned, scale = _found(v, g) if torch.is_grad_enabled() or not found else found
+        grad_g = (grad * learned).sum(tuple(range(1, v.ndim)), keepdim=True)
+        grad_v = scale * (grad - direction * grad_g)
+        return _passed(v, grad_v), _passed(g, grad_g)
 
 
 class TransformedWeight(NonnegativeWeight):
@@ -84,12 +87,19 @@ def nonnegative_weight(v: Tensor, g: Tensor | None = None) -> Tensor:
     return direction * g.clamp(min=0.0)
 
 
+def _found(v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What gradients need: the directions, those along which g learns, and max(g, 0) / ‖v‖."""
+    direction, norm, empty = _directions(v)
+    diagonal = math.sqrt(v.shape[0] / v.numel())  # one component of a vector along it of norm 1
+    return direction, direction.masked_fill(empty, diagonal), g.clamp(min=0.0) / norm
+
+
 def _directions(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """max(v, 0) by rows with norm 1, those norms, and which rows are 0, whose norm counts as 1."""
     positive = v.clamp(min=0.0)
     norm = row_norm(positive)
     empty = norm == 0
-    norm = norm + empty
+    norm = norm.masked_fill(empty, 1.0)
     return positive / norm, norm, empty
 
 

@@ -81,7 +81,7 @@ def outside(case: Case, box: pcdeq.Enclosure, truth: tuple[np.ndarray, np.ndarra
 
 
 def enclosures(score: Score, rng: Rng, case: Case, truth: tuple, name: str) -> None:
-    width = None if rng.random() < 0.7 else float(10 ** rng.uniform(-12, -2))
+    width = None if rng.random() < 0.7 else float(10 ** rng.uniform(-12, 0))
     with score.around():
         box = case.layer.enclose(case.x, width=width)
     made = box.certified.numpy()

@@ -79,7 +79,7 @@ def test_plain_sums_are_exact_to_a_few_roundings_in_every_component(shape, trans
     """One step of u = Wu + 0, whose weights are so large that Winograd's products are no good for the tolerance."""
     torch.manual_seed(0)
     channels = shape[0]
-    weight = 1e3 * torch.rand(channels, channels, 3, 3) ** 4
+    weight = 1e6 * torch.rand(channels, channels, 3, 3) ** 4
     z = torch.rand(3, *shape) ** 20
     zeros, ones = torch.zeros_like(z), torch.ones_like(z)
     found = solve(Form("conv", weight, transposed, "linear", zeros, ones), start=z, max_steps=1)
@@ -87,6 +87,18 @@ def test_plain_sums_are_exact_to_a_few_roundings_in_every_component(shape, trans
     wide = weight.double().flip(2, 3).transpose(0, 1) if transposed else weight.double()
     exact = torch.conv2d(z.double(), wide, padding=1)
     assert ((found.value - exact).abs() <= 9 * channels * 2.0**-23 * exact).all()
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu6", "sigmoid"])
+def test_fine_tolerances_begin_with_winograd_and_end_with_plain_sums(activation):
+    """The first products are those of a coarse solve, to the bit; the last residual is what plain sums make of it."""
+    form = make_form((24, 12, 11), activation=activation)
+    fine, coarse = (solve(form, tol=tol, max_steps=200) for tol in (1e-6, 1e-2))
+    assert fine.plain == len(fine.value) and coarse.plain == 0 and fine.converged.all()
+    one = solve(form, tol=1e-6, max_steps=2)
+    assert one.plain == 0 and torch.equal(one.value, solve(form, tol=1e-2, max_steps=2).value)
+    exact = twins.solution(form)
+    assert (twins.norm(fine.value.double() - exact) <= 1e-5 * twins.norm(exact)).all()
 
 
 def test_networks_as_they_are_trained_do_not_need_it(monkeypatch):

@@ -348,6 +348,33 @@ class TestWidthAskedFor:
         assert layer.enclose(x, width=1e-2).lower.dtype == torch.float32
         assert layer.enclose(x, width=1e-9).lower.dtype == torch.float64
 
+    @pytest.mark.parametrize("operator", ["dense", "conv2d"])
+    def test_what_the_solve_allows_takes_one_product(self, operator, monkeypatch):
+        layer = make_layer(operator, "tanh", gain=0.2, dtype=torch.float32)
+        x = make_input(operator, dtype=torch.float32)
+        solution, products = layer.solve(x), []
+        kind = type(layer.equation(x).map)
+        product = kind.apply_plus
+        monkeypatch.setattr("pcdeq.layers.solve_equation", lambda *_: solution)
+        monkeypatch.setattr(kind, "apply_plus", lambda *given: products.append(given[1].dtype) or product(*given))
+        monkeypatch.setattr(kind, "apply", lambda *_: pytest.fail("a product more"))
+        assert layer.enclose(x, width=1e-2).certified.all()
+        assert products == [torch.float32]
+        with pytest.raises(pytest.fail.Exception, match="a product more"):
+            layer.enclose(x)
+
+    def test_each_sample_takes_what_it_needs(self):
+        """Beside a sample that is not a number, a flat one and one at the edge of contraction keep their bounds."""
+        layer = pcdeq.PcDEQLinear(1, activation="relu6", weight_norm=False)
+        with torch.no_grad():
+            layer.operator.weight.copy_(layer.operator.weight.new_tensor([[0.999]]))
+        x = torch.tensor([[9.0], [torch.nan], [-9.0]])
+        box = layer.enclose(x, width=1e-2)
+        assert box.certified.tolist() == [True, False, True]
+        assert box.lower[0] <= 6 <= box.upper[0]
+        equation = layer.equation(x)
+        assert box.lower[2] <= (equation.x[2] / (1 - equation.map.weight[0])).detach() <= box.upper[2]
+
     def test_what_cannot_be_had_is_not_certified_and_still_bounded(self):
         layer, x = make_layer("dense", "tanh"), make_input("dense")
         box = layer.enclose(x, width=1e-300)
@@ -474,3 +501,18 @@ def test_what_is_proved_does_not_depend_on_a_lost_sample(strange):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             assert layer.solve(other).converged[:3].equal(alone)
+
+
+def test_a_certified_error_that_float32_rounds_away():
+    """Wz has 400 terms, so that its rounding in float32, enlarged a hundredfold, is above the error asked for."""
+    n = 400
+    layer = pcdeq.PcDEQLinear(n, "relu6", weight_norm=False)
+    with torch.no_grad():
+        layer.operator.weight.fill_(0.99 / n)
+    x = torch.full((1, n), -3.0)
+    box = enclose_near(layer.equation(x), layer.solve(x, solver=pcdeq.Picard(tol=1e-7, max_steps=5000)).value)
+    solution = layer.solve(x, solver=pcdeq.Certified(pcdeq.Anderson(tol=1e-4)))
+    assert not box.certified.any() or (box.width / box.upper).max() > 1e-3
+    assert solution.converged.all() and (solution.residual < 1e-4).all()
+    exact = layer.equation(x).x.double()[0, 0] / (1 - 400 * layer.operator.effective_weight().double()[0, 0])
+    assert ((solution.value - exact).abs() <= 1e-4 * solution.value).all()

@@ -65,16 +65,29 @@ class TestRows:
                 named = {"name": row.name, "title": row.title, "family": row.family, "accuracy": None}
                 assert row == replace(like, **named)
                 assert find_row(row.name, data) == row
-        assert len(own_rows()) == 2 * 32 + 4
+        assert len(own_rows()) == 2 * 32 + 2 * 4
 
-    def test_our_topology_is_trained_like_mc_and_by_its_own_recipe_against_noise(self):
-        ours = [row for row in own_rows() if row.topology == "tc"]
-        assert [row.name for row in ours] == [row.name.replace("mc", "tc") for row in rows("mnist") if "mc" in row.name]
-        for row in ours:
-            like = find_row(row.name.replace("-tc-", "-mc-"))
-            same = ("family", "activation", "epochs", "lr", "schedule", "lr_step", "weight_decay", "batch_size")
-            assert all(getattr(row, name) == getattr(like, name) for name in same)
-            assert (row.accuracy, row.dataset, row.against_noise().schedule) == (None, "mnist", "one-cycle")
+    @pytest.mark.parametrize(("data", "channels", "reach"), [("mnist", (16, 32), None), ("cifar10", (32, 64), 1.1)])
+    def test_our_topology_is_trained_like_mc_and_by_its_own_recipe_against_noise(self, data, channels, reach):
+        ours, like = (
+            [row for row in table(data) if row.kind == kind] for table, kind in ((own_rows, "tc"), (rows, "mc"))
+        )
+        assert [row.name for row in ours] == [row.name.replace("-mc-", "-tc-") for row in like]
+        same = ("family", "activation", "epochs", "lr", "schedule", "lr_step", "weight_decay", "batch_size", "dataset")
+        for row, other in zip(ours, like, strict=True):
+            assert all(getattr(row, name) == getattr(other, name) for name in same)
+            assert (row.accuracy, row.channels, row.robust_reach) == (None, channels, None)
+            assert f"{row.parameters / 1000:.0f}K" == row.params
+            changed = row.against_noise()
+            assert (changed.schedule, changed.lr_step, changed.robust_reach) == ("one-cycle", None, reach)
+            assert changed.augment == (data == "cifar10")
+
+    def test_a_setting_for_other_data_alone_leaves_the_rows(self, monkeypatch):
+        recipe = {"epochs": {"svhn": 2}, "lr": {"svhn": 0.5, "other": 0.25}}
+        monkeypatch.setitem(find_row.__globals__["_ROBUST"], "mc", recipe)
+        for data, epochs, lr in (("svhn", 2, 0.5), ("cifar10", find_row("pcdeq-1-mc-tanh", "cifar10").epochs, 0.25)):
+            row = find_row("pcdeq-1-mc-tanh", data).against_noise()
+            assert (row.epochs, row.lr) == (epochs, lr)
 
     def test_kind_agrees_with_activation(self):
         for row in rows():
@@ -217,6 +230,7 @@ class TestConfig:
             {"robust_radius": 0.0},
             {"robust_radius": 1.0},
             {"robust_radius": float("nan")},
+            {"robust_reach": 0.0},
             {"channels": ()},
             {"channels": (3, 0, 1)},
             {"schedule": "cosine"},

@@ -9,9 +9,9 @@ import torch
 from problems import ACTIVATIONS, make_input, make_layer
 
 import pcdeq
-from pcdeq.equation import Adjoint
+from pcdeq.equation import Adjoint, Equation
 from pcdeq.solvers import Problem, run
-from pcdeq.solvers.loop import FIRST_LOOK, _Watch, careful_norm_of_each
+from pcdeq.solvers.loop import FIRST_LOOK, MOST_KEPT, _Watch, careful_norm_of_each
 from pcdeq.testing import SolverConformance
 from pcdeq.testing.counting import Operations, as_on_accelerator
 from pcdeq.testing.shared import uniform
@@ -257,6 +257,97 @@ class TestLeavingOut:
         assert torch.equal(whole.converged, parts.converged)
         torch.testing.assert_close(parts.value, whole.value, rtol=1e-12, atol=0)
         torch.testing.assert_close(parts.residual, whole.residual, rtol=1e-4, atol=0)
+
+
+class TestPieces:
+    """A large batch is solved in pieces of some samples: the same values, steps, layout and failures."""
+
+    STATE = (2, 4, 4)
+
+    def equation(self, activation: str = "tanh") -> Equation:
+        layer = make_layer("conv2d", activation, gain=0.9)
+        x = torch.randn(13, *self.STATE, generator=torch.manual_seed(1)).double()
+        return layer.equation((3 * x).to(memory_format=torch.channels_last))
+
+    def solved(self, problem: Problem, solver: pcdeq.solvers.Solver, monkeypatch) -> tuple[pcdeq.Solution, list[int]]:
+        """In pieces of at most four samples; and how many were worked on together."""
+        worked: list[int] = []
+        first = type(solver).init
+        with monkeypatch.context() as patched, warnings.catch_warnings(action="ignore"):
+            patched.setattr(pcdeq.solvers.loop, "PIECE", 3 * 32)
+            patched.setattr(type(solver), "init", lambda *a: (worked.append(len(found := first(*a))), found)[1])
+            return run(problem, solver), worked
+
+    @pytest.mark.parametrize(
+        "solver",
+        [pcdeq.Anderson(tol=1e-9), pcdeq.Picard(tol=1e-9), pcdeq.Newton(tol=1e-9)],
+        ids=lambda s: type(s).__name__,
+    )
+    @pytest.mark.parametrize("activation", ["tanh", "log1p"])
+    @torch.no_grad()
+    def test_change_nothing(self, activation, solver, monkeypatch):
+        problem = self.equation(activation).problem(torch.rand(self.STATE).double())
+        whole, (parts, worked) = run(problem, solver), self.solved(problem, solver, monkeypatch)
+        assert worked == [4, 4, 4, 1]
+        self.assert_same(whole, parts)
+
+    @torch.no_grad()
+    def test_of_an_adjoint_and_of_a_solve_that_goes_on(self, monkeypatch):
+        equation, solver = self.equation(), pcdeq.Anderson(tol=1e-9)
+        z = run(equation.problem(), solver).value
+        adjoint = Adjoint(equation.map, equation.slope(z), torch.randn(z.shape).double())
+        for problem in (adjoint.problem(), equation.problem().continued(z * torch.rand(z.shape).double(), 3)):
+            whole, (parts, worked) = run(problem, solver), self.solved(problem, solver, monkeypatch)
+            assert worked == [4, 4, 4, 1]
+            self.assert_same(whole, parts)
+
+    @torch.no_grad()
+    def test_what_fails_fails_alone(self, monkeypatch):
+        equation = self.equation()
+        equation.x[5] = torch.nan
+        solution, _ = self.solved(equation.problem(), pcdeq.Anderson(tol=1e-9), monkeypatch)
+        assert solution.outcome is pcdeq.Outcome.NONFINITE
+        assert solution.summary.unconverged == 1
+        assert (~solution.converged).nonzero().tolist() == [[5]]
+
+    def test_not_under_the_papers_rule_nor_of_maps_of_yours_nor_where_a_graph_is_recorded(self, monkeypatch):
+        equation = self.equation()
+        problem = equation.problem()
+        with torch.no_grad():
+            assert self.solved(problem, pcdeq.Picard(stop="batch"), monkeypatch)[1] == [13]
+            yours = Problem(equation, equation.at_zero(), select=problem.select)
+            assert self.solved(yours, pcdeq.Picard(), monkeypatch)[1] == [13]
+        assert self.solved(problem, pcdeq.Picard(), monkeypatch)[1] == [13]
+
+    def assert_same(self, whole: pcdeq.Solution, parts: pcdeq.Solution) -> None:
+        assert whole.converged.all() and parts.outcome is whole.outcome
+        assert parts.value.stride() == whole.value.stride()
+        assert torch.equal(whole.steps, parts.steps) and parts.summary.steps == whole.summary.steps
+        torch.testing.assert_close(parts.value, whole.value, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(parts.residual, whole.residual, rtol=1e-3, atol=0)
+
+
+class TestSmallBatches:
+    """What is done in a small batch is copied with all else, and chosen at the end."""
+
+    @pytest.mark.parametrize("solver", [pcdeq.Picard(tol=1e-9), pcdeq.Anderson(tol=1e-9, memory=2)])
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+    def test_each_sample_is_as_it_was_when_it_was_done(self, layout, solver):
+        rate, images = torch.linspace(0.05, 0.9, 40).double(), torch.rand(40, 2, 3, 4).double()
+        # No line, for which the first proposal of Anderson's would be the solution.
+        rate, offset = rate[:, None, None, None], images.contiguous(memory_format=layout)
+
+        def solve(samples):
+            given, factor = offset[samples], rate[samples]
+            return run(Problem(lambda z: factor * z + given + 0.1 * z.cos(), given), solver)
+
+        together = solve(torch.arange(40))
+        assert len(together.steps.unique()) > (2 * MOST_KEPT if isinstance(solver, pcdeq.Picard) else 4)
+        assert together.value.is_contiguous(memory_format=layout)
+        for i in range(40):
+            alone = solve(torch.tensor([i]))
+            assert alone.steps[0] == together.steps[i]
+            torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-13, atol=0)
 
 
 class TestMemory:

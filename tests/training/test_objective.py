@@ -127,6 +127,16 @@ def test_its_own_rates_unless_told(robust):
     assert TrainConfig("mondeq-mt", robust_radius=0.1).resolve().epochs == TrainConfig("mondeq-mt").resolve().epochs
 
 
+def test_how_far_noise_reaches_follows_the_recipe_unless_told():
+    config = TrainConfig("pcdeq-1-tc-relu6", data="cifar10", robust_radius=0.02)
+    assert config.resolve().training_radius == pytest.approx(1.1 * 0.02)
+    assert replace(config, data="mnist").resolve().training_radius == pytest.approx(1.5 * 0.02)
+    assert replace(config, robust_reach=2.0).resolve().training_radius == pytest.approx(2 * 0.02)
+    assert config.resolve().flip
+    with pytest.raises(UsageError, match="robust_reach is in units of robust_radius"):
+        replace(config, robust_radius=None, robust_reach=2.0).resolve()
+
+
 def test_reported_is_the_loss_on_the_images():
     torch.manual_seed(0)
     network, images, labels = L((8,)), torch.rand(6, 1, 28, 28), torch.arange(6)

@@ -28,7 +28,7 @@ from pcdeq.errors import UsageError
 INTERFACE = 5
 # A dense weight is multiplied with one sample at a time: good while the weight stays in the cache.
 LARGEST_DENSE = 256
-# Below this tolerance the kernel would take plain sums for convolutions, which torch has as well.
+# Below this tolerance the kernel would take most steps of convolutions by plain sums, which torch has as well.
 FINEST_CONV = 1e-6
 # Below so many multiplications of a product, or numbers of a pass, a second thread costs more than it saves.
 PARALLEL_PRODUCT, PARALLEL_PASS = 200_000, 32_768
@@ -77,7 +77,8 @@ class Form(NamedTuple):
 class Solved(NamedTuple):
     """What a solve has found, sample by sample, and in short: how many failed, the most steps, the largest residual.
 
-    ``plain`` samples were solved by plain sums, because Winograd's rounding might have hidden a component.
+    ``plain`` samples were solved by plain sums, at the end at least: Winograd's rounding might have hidden a component,
+    or is too much for the tolerance.
     """
 
     value: Tensor

@@ -5,7 +5,8 @@
  *
  * Winograd's products round a component against the largest numbers around it. While it is small beside them its growth
  * can be lost, and then it stays small: so a look at where a solve ended tells, and where a component may have been
- * hidden, the sample is solved again by plain sums. Trained networks hardly ever have one.
+ * hidden, the sample is solved again by plain sums. Trained networks hardly ever have one. A residual near their noise tells
+ * nothing, either: where the tolerance is so fine, the last steps of each sample are by plain sums.
  */
 #include "anderson.h"
 #include "product.h"
@@ -22,8 +23,9 @@ typedef struct {
     rule r;
     int transposed, threads;
     int steps_before, max_steps; /* steps that the start stands for; of these and those taken, the most */
-    int noisy, plain_packed;     /* whether no sample can do with Winograd's products; whether `plain` is filled */
-    int64_t samples, plain_samples; /* and how many were solved by plain products */
+    int plain_packed;            /* whether `plain` is filled */
+    float turn;                  /* the relative residual from which on products are plain: 0 never, infinite always */
+    int64_t samples, plain_samples; /* and how many were solved by plain products, to the end at least */
     const float *weight, *packed, *noise, *offset, *slope, *start, *base;
     float *plain, *out, *residuals;
     int64_t *steps;
@@ -77,21 +79,51 @@ static void prepare_plain(batch *b)
     {
         if (!b->plain_packed) pack_plain(&b->l, b->transposed, b->weight, b->plain);
         b->plain_packed = 1;
-        b->plain_samples++;
     }
 }
 
-static sample_state iterate(batch *b, int64_t at, int plain, const sample *a, float *space)
+/* A residual is above Winograd's noise by this factor where it is believed; relative ones above FAR are not waited for. */
+static const float BELIEVED = 64, FAR = 1e-2f;
+
+static float turn_of(float noise, float tol)
+{
+    if (4 * noise <= tol) return 0; /* even at its end a sample's residual is noise only in a small part */
+    return BELIEVED * noise < FAR ? BELIEVED * noise : INFINITY;
+}
+
+/* `plain` tells whether products are plain from the start, and then whether they are at the end. */
+static sample_state iterate(batch *b, int64_t at, int *plain, const sample *a, float *space)
 {
     sample_state s = { 0 };
-    if (plain) prepare_plain(b);
+    if (*plain) prepare_plain(b);
     if (b->start) load(&b->l, &b->t, b->start + at, a->point, b->l.stride);
     else make_start(b, a);
     while (b->steps_before + s.steps < b->max_steps && !s.done) {
-        if (plain) plain_product(&b->l, b->plain, a->point, a->value);
+        if (!*plain && s.steps && s.relative <= b->turn) {
+            prepare_plain(b);
+            *plain = 1;
+        }
+        if (*plain) plain_product(&b->l, b->plain, a->point, a->value);
         else product(&b->l, b->packed, a->point, a->value, space);
         step_sample(&b->r, a, &s);
     }
+    return s;
+}
+
+/* One that is done by Winograd's products though it was to turn to plain ones met its tolerance by chance, or is not a
+ * number: like one that hides a component it is solved again. */
+static sample_state iterate_safely(batch *b, int64_t at, const sample *a, float *space)
+{
+    const int always = b->turn == INFINITY;
+    int plain = always;
+    sample_state s = iterate(b, at, &plain, a, space);
+    const int by_chance = s.done && !plain && b->turn > 0;
+    if (!always && (by_chance || hides(b, s.done ? a->value : a->last))) {
+        plain = 1;
+        s = iterate(b, at, &plain, a, space);
+    }
+#pragma omp atomic
+    b->plain_samples += plain;
     return s;
 }
 
@@ -104,8 +136,7 @@ static void solve_sample(batch *b, int64_t index, float *scratch)
     const sample a = { value, point, last, residual, offset, b->slope ? slope : NULL };
     load(l, &b->t, b->offset + at, offset, l->n);
     if (b->slope) load(l, &b->t, b->slope + at, slope, l->n);
-    sample_state s = iterate(b, at, b->noisy, &a, space);
-    if (!b->noisy && hides(b, s.done ? value : last)) s = iterate(b, at, 1, &a, space);
+    const sample_state s = iterate_safely(b, at, &a, space);
     store(l, &b->t, s.done ? value : last, b->out + at);
     b->steps[index] = b->steps_before + s.steps;
     b->residuals[index] = s.relative;
@@ -130,8 +161,7 @@ static int solve_batch(batch *b)
     if (ok) {
         float *packed = at_line(packed_memory), *scratch = at_line(scratch_memory);
         float *keep = packed + weights, *noise = keep + l->n;
-        /* Where the residual of a converged sample would be noise in a large part, every product is a plain one. */
-        b->noisy = !(4 * pack(l, b->transposed, b->weight, packed, noise) <= b->r.tol);
+        b->turn = turn_of(pack(l, b->transposed, b->weight, packed, noise), b->r.tol);
         fill_keep(l, keep);
         b->packed = packed;
         b->r.keep = keep;

@@ -14,13 +14,11 @@ from torch import Tensor
 from pcdeq.equation import Adjoint, Equation
 from pcdeq.errors import UsageError
 from pcdeq.proofs.gradient import adjoint_distance
-from pcdeq.proofs.order import Enclosure, enclose_near
+from pcdeq.proofs.order import Enclosure, Question, enclose_until
 from pcdeq.solvers import Anderson, Outcome, Problem, Solution, Solver, per_sample, run
 from pcdeq.solvers.loop import careful_norm_of_each
 from pcdeq.solvers.solver import require_solver
 
-# Given bounds on z*: for which samples do they settle the matter?
-Question = Callable[[Enclosure], Tensor]
 # The first tolerance at which `solve_until` looks.
 COARSEST = 1e-1
 # So many plain steps are taken before the next proof is tried, and then twice as many each time.
@@ -73,9 +71,7 @@ class Certified:
         """The equilibrium, with ``residual`` the proved bound on the relative error of each sample."""
 
         def distance(z: Tensor) -> Tensor:
-            box = enclose_near(equation, z)
-            farthest = torch.maximum(box.upper - z, z - box.lower)
-            return torch.where(per_sample(box.certified, z), farthest, torch.inf)
+            return _farthest(enclose_until(lambda box: _relative(_farthest(box, z), z) < self.tol, equation, z), z)
 
         return solve_to_bound(self.solver, equation.problem(guess), distance)
 
@@ -137,6 +133,11 @@ def _creep(
     return value, steps, bound
 
 
+def _farthest(box: Enclosure, z: Tensor) -> Tensor:
+    """A bound on |z* - z|, infinite where none was found."""
+    return torch.where(per_sample(box.certified, z), torch.maximum(box.upper - z, z - box.lower), torch.inf)
+
+
 def _relative(error: Tensor, value: Tensor) -> Tensor:
     """‖error‖ / ‖value‖ for each sample, infinite where an error is; NaN where a value is not a number."""
     error, size = careful_norm_of_each(error), careful_norm_of_each(value)
@@ -177,10 +178,14 @@ def solve_until(question: Question, solver: Solver, equation: Equation, guess: T
 
 def _answers(question: Question, equation: Equation, z: Tensor) -> Tensor:
     """For which samples bounds around a point settle the question."""
-    answers = question(enclose_near(equation, z))
-    if answers.shape != z.shape[:1] or answers.dtype != torch.bool:
-        raise UsageError(
-            f"a question must be answered by one truth value a sample, shape ({len(z)},), not {answers.dtype} of "
-            f"shape {tuple(answers.shape)}"
-        )
-    return answers
+
+    def answers(box: Enclosure) -> Tensor:
+        found = question(box)
+        if found.shape != z.shape[:1] or found.dtype != torch.bool:
+            raise UsageError(
+                f"a question must be answered by one truth value a sample, shape ({len(z)},), not {found.dtype} of "
+                f"shape {tuple(found.shape)}"
+            )
+        return found
+
+    return answers(enclose_until(answers, equation, z))

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pcdeq.equation import Equation
-from pcdeq.proofs.channels import RADIUS, Single, evaluate, has_channels, largest, surround_near
+from pcdeq.proofs.channels import RADIUS, Single, channel_sums, evaluate, has_channels, largest, surround_near
 from pcdeq.proofs.precision import full_precision
 from pcdeq.proofs.trusted import require_nonnegative
 from pcdeq.solvers import Anderson, run
@@ -59,6 +60,10 @@ class Enclosure:
         """upper - lower, componentwise."""
         return self.upper - self.lower
 
+    def put(self, samples: Tensor, found: Enclosure) -> None:
+        """Write the bounds of some samples."""
+        self.lower[samples], self.upper[samples], self.certified[samples] = found.lower, found.upper, found.certified
+
 
 class Rounded(Protocol):
     """A monotone map of the nonnegative cone into itself that knows its rounding."""
@@ -68,6 +73,12 @@ class Rounded(Protocol):
     def margin(self, z: Tensor) -> float | Tensor:
         """A bound on the relative rounding error of an evaluation at a point like z, perhaps by component."""
         ...
+
+
+# Given bounds on z*: for which samples do they settle the matter?
+Question = Callable[[Enclosure], Tensor]
+# The same equation in float64, where that can be had.
+Widening = Callable[[Equation], Equation]
 
 
 @torch.no_grad()
@@ -93,8 +104,15 @@ def enclose_near(equation: Equation, z: Tensor, above: Equation | None = None) -
     return Enclosure(lower, upper, certified)
 
 
+def in_float64(equation: Equation) -> Equation:
+    """The same numbers as float64, if the map has a kind, which says how any weight acts; else as they are."""
+    if equation.map.kind is None or equation.x.dtype == torch.float64:
+        return equation
+    return Equation(type(equation.map)(equation.map.weight.double()), equation.activation, equation.x.double())
+
+
 @full_precision()
-def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equation, z: Tensor) -> Enclosure:
+def enclose_tightly(equation: Equation, z: Tensor, to_float64: Widening = in_float64) -> Enclosure:
     """Enclose as tightly as the point allows: in float64 what float32 would round too much, rounded outward (T9).
 
     With a map and activation of ours that is one product in float64 and a few in float32 (`pcdeq.proofs.channels`); the
@@ -102,23 +120,49 @@ def enclose_tightly(to_float64: Callable[[Equation], Equation], equation: Equati
     """
     if z.device.type == "mps":  # which has no float64
         return enclose_near(equation, z)
-    exact = equation if z.dtype == torch.float64 else to_float64(equation)
+    exact = to_float64(equation)
     point = z.to(exact.x.dtype)
-    box = _surrounded(exact, point)
+    box = _surrounded(exact, point, by_place=True)
     left = (~box.certified).nonzero()[:, 0]
     if len(left):
-        found = enclose_near(exact.select(left), point[left])
-        box.lower[left], box.upper[left], box.certified[left] = found.lower, found.upper, found.certified
-    return box if z.dtype == torch.float64 else _in_single_precision(box)
+        box.put(left, enclose_near(exact.select(left), point[left]))
+    return box if point.dtype == z.dtype else _in_single_precision(box)
 
 
-def _surrounded(equation: Equation, z: Tensor) -> Enclosure:
-    """Bounds by distances from one point, where they are found."""
+@full_precision()
+def enclose_until(settled: Question, equation: Equation, z: Tensor, to_float64: Widening = in_float64) -> Enclosure:
+    """Bounds by channel where they settle the matter, and else tight ones, each sample by itself.
+
+    Those by channel cost one product in the dtype at hand, and are some ten times as wide as the solve is good.
+    """
+    box = _surrounded(equation, z, by_place=False)
+    left = (~settled(box)).nonzero()[:, 0]
+    if len(left):
+        box.put(left, enclose_tightly(equation.select(left), z[left], to_float64))
+    return box
+
+
+@full_precision()
+def enclose_within(width: float, equation: Equation, z: Tensor, to_float64: Widening = in_float64) -> Enclosure:
+    """Enclose no wider than this; what stays wider is not certified."""
+    box = enclose_until(partial(_within, width), equation, z, to_float64)
+    box = _refine(width, equation, z, box, to_float64)
+    return Enclosure(box.lower, box.upper, _within(width, box) & _all(box.lower <= box.upper))
+
+
+def _surrounded(equation: Equation, z: Tensor, *, by_place: bool) -> Enclosure:
+    """Bounds by distances from one point, each of a place or of all places of a channel, where they are found."""
     if not has_channels(equation.map, equation.activation) or not len(z):
         nothing = torch.zeros(len(z), dtype=torch.bool, device=z.device)
         return Enclosure(torch.zeros_like(z), torch.full_like(z, torch.inf), nothing)
-    single, exact = Single.of(equation.map), torch.zeros_like(z, dtype=RADIUS)
-    value, radius, proved = surround_near(equation, single.map.apply, evaluate(equation, z), exact, single)
+    point = evaluate(equation, z)
+    if by_place:
+        single, exact = Single.of(equation.map), torch.zeros_like(z, dtype=RADIUS)
+        value, radius, proved = surround_near(equation, single.map.apply, point, exact, single)
+    else:
+        sums, exact = channel_sums(equation.map), z.new_zeros(z.shape[:2], dtype=RADIUS)
+        value, radius, proved = surround_near(equation, lambda distance: distance @ sums.T, point, exact)
+        radius = radius.view(*radius.shape, *[1] * (z.ndim - 2))
     radius = torch.add(radius, value, alpha=2 * torch.finfo(z.dtype).eps).add_(_tiny(z))  # and of what follows
     lower, upper = (value - radius).clamp_(min=0), value + radius
     if not bool(proved.all()):
@@ -126,13 +170,10 @@ def _surrounded(equation: Equation, z: Tensor) -> Enclosure:
     return Enclosure(lower, upper, proved)
 
 
-@full_precision()
-def refine(
-    to_float64: Callable[[Equation], Equation], equation: Equation, z: Tensor, box: Enclosure, width: float
-) -> Enclosure:
-    """Tighten the bounds of those samples that are wider than asked for; what stays wider is not certified."""
+def _refine(width: float, equation: Equation, z: Tensor, box: Enclosure, to_float64: Widening) -> Enclosure:
+    """Tighten the bounds of those samples that are wider than asked for, around better points."""
     for tol in REFINEMENTS:
-        wide = ~(largest(box.width) <= width).flatten()
+        wide = ~_within(width, box)
         if not bool(wide.any()):
             break
         if equation.x.dtype != torch.float64 and tol < SINGLE_PRECISION:
@@ -146,8 +187,12 @@ def refine(
         # Both are bounds, so the better of the two is.
         box.lower[wide] = torch.maximum(box.lower[wide], found.lower)
         box.upper[wide] = torch.minimum(box.upper[wide], found.upper)
-    narrow = (largest(box.width) <= width).flatten() & _all(box.lower <= box.upper)
-    return Enclosure(box.lower, box.upper, narrow)
+    return box
+
+
+def _within(width: float, box: Enclosure) -> Tensor:
+    """For which samples the bounds are no wider."""
+    return (largest(box.width) <= width).flatten()
 
 
 def _attempt(below: Equation, above: Equation, z: Tensor, terms: int, slack: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -80,6 +80,8 @@ class TrainConfig:
     """Whether augmentation also mirrors images. (default: if they are colour pictures, not digits)"""
     robust_radius: float | None = None
     """Train for proofs against all noise up to this in each pixel, which goes from 0 to 1. (default: no)"""
+    robust_reach: float | None = None
+    """Train with noise so many times robust_radius. (default: the recipe's; 1.5, but at most 0.05 beyond the radius)"""
     validation: float = 0.0
     """Fraction of the training images to hold out; keeps the best epoch beside the last."""
     seed: int = 0
@@ -121,6 +123,8 @@ class TrainConfig:
         row = find_row(self.row, self.data, image_channels, recipe=self.recipe)
         if self.robust_radius is not None and self.recipe == "paper":
             row = row.against_noise()
+        if self.robust_radius is None and self.robust_reach is not None:
+            raise UsageError("robust_reach is in units of robust_radius: set that too")
         filled = {name: vars(row).get(name) if value is None else value for name, value in vars(self).items()}
         if filled["schedule"] != "step":
             if self.lr_step or self.lr_factor:
@@ -136,12 +140,17 @@ class TrainConfig:
     def training_radius(self) -> float | None:
         """How far noise reaches in training: further than ``robust_radius``, which unseen images are to withstand.
 
-        By half of it or by 0.05, whichever is less: on digits, further still costs accuracy and proves no more.
+        By ``robust_reach`` times it, if that is given. Else by half of it or by 0.05 further, whichever is less: on
+        digits, further still costs accuracy and proves no more.
 
         >>> [round(TrainConfig(robust_radius=radius).training_radius, 3) for radius in (0.02, 0.1, 0.3)]
         [0.03, 0.15, 0.35]
         """
-        return None if self.robust_radius is None else min(1.5 * self.robust_radius, self.robust_radius + 0.05)
+        if self.robust_radius is None:
+            return None
+        if self.robust_reach is not None:
+            return self.robust_reach * self.robust_radius
+        return min(1.5 * self.robust_radius, self.robust_radius + 0.05)
 
     @property
     def run_name(self) -> str:
@@ -217,7 +226,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("weight_decay seed", "at least 0", lambda value: value >= 0),
     ("seed", "below 2^63", lambda value: value < 2**63),
     ("weight_decay", "finite", lambda value: value < float("inf")),
-    ("lr lr_factor tol", "positive and finite", lambda value: 0 < value < float("inf")),
+    ("lr lr_factor tol robust_reach", "positive and finite", lambda value: 0 < value < float("inf")),
     ("loosen", "at least 1 and finite", lambda value: 1 <= value < float("inf")),
     ("validation smoothing average", "a fraction, at least 0 and below 1", lambda value: 0 <= value < 1),
     ("robust_radius", "above 0 and below 1", lambda value: 0 < value < 1),

@@ -68,6 +68,7 @@ class Row:
     average: float = 0.0
     loosen: float = 1.0
     recalibrate: bool = False
+    robust_reach: float | None = None
 
     @property
     def kind(self) -> str:
@@ -96,8 +97,7 @@ class Row:
         if not self.has_recipe(recipe):
             *most, last = _FAST
             raise UsageError(f"there is no recipe {recipe} for {self.name}; it is for {', '.join(most)} and {last}")
-        values = {name: self._of_this(value) for name, value in _FAST[self.kind].items()}
-        return replace(self, **{"lr_step": None, "lr_factor": None, **values, "recipe": recipe})
+        return replace(self, **self._settings(_FAST), recipe=recipe)
 
     def against_noise(self) -> Row:
         """The same network on the same data with the rates and epochs that suit the certified loss, where we know them.
@@ -107,14 +107,16 @@ class Row:
         """
         if self.kind not in _ROBUST:
             return self
-        return replace(self, **{"lr_step": None, "lr_factor": None, **_ROBUST[self.kind]})
+        return replace(self, **self._settings(_ROBUST))
 
-    def _of_this(self, value: Any) -> Any:
-        """What a recipe says for this row, where it differs by data and activation."""
-        if not isinstance(value, dict):
-            return value
+    def _settings(self, recipes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """What recipes say for this row; a setting that they have only for other data or activations stays its own."""
         keys = (f"{self.dataset} {self.activation}", self.dataset, self.activation, "other")
-        return next(value[key] for key in keys if key in value)
+        settings: dict[str, Any] = {"lr_step": None, "lr_factor": None}
+        for name, value in recipes[self.kind].items():
+            said = [value[key] for key in keys if key in value] if isinstance(value, dict) else [value]
+            settings |= {name: said[0]} if said else {}
+        return settings
 
 
 def _name(title: str) -> str:
@@ -156,10 +158,9 @@ def _like(row: Row, family: Family, title: str) -> Row:
 
 
 def _with_two_convolutions(row: Row) -> Row:
-    """The row of our topology TC, for digits, that is trained like one of MC."""
+    """The row of our topology TC that is trained like one of MC."""
     title = row.title.replace("-MC-", "-TC-")
-    changes = {"topology": "tc", "channels": (16, 32), "params": "33K", "parameters": 32506, "accuracy": None}
-    return replace(row, name=_name(title), title=title, **changes)
+    return replace(row, name=_name(title), title=title, topology="tc", accuracy=None, **_TWO_CONVOLUTIONS[row.dataset])
 
 
 with Path(__file__).with_name("paper.csv").open(encoding="utf-8", newline="") as _file:
@@ -168,10 +169,14 @@ with Path(__file__).with_name("fast.toml").open("rb") as _file:
     _FAST: dict[str, dict[str, Any]] = tomllib.load(_file)  # by class of networks, settings by name
 with Path(__file__).with_name("robust.toml").open("rb") as _file:
     _ROBUST: dict[str, dict[str, Any]] = tomllib.load(_file)  # likewise
+_TWO_CONVOLUTIONS: dict[str, dict[str, Any]] = {  # sizes of TC by data
+    "mnist": {"channels": (16, 32), "params": "33K", "parameters": 32506},
+    "cifar10": {"channels": (32, 64), "params": "108K", "parameters": 108458},
+}
 _OUR_FAMILIES: dict[Family, str] = {"deq": "DEQ", "explicit": "Explicit"}
 _OURS = (
     *(_like(row, family, title) for family, title in _OUR_FAMILIES.items() for row in _ROWS if row.family == "pcdeq"),
-    *(_with_two_convolutions(row) for row in _ROWS if (row.dataset, row.topology) == ("mnist", "mc")),
+    *(_with_two_convolutions(row) for row in _ROWS if row.kind == "mc" and row.dataset in _TWO_CONVOLUTIONS),
 )
 PAPER_DATASETS = ("mnist", "svhn", "cifar10")
 _LIKE_MNIST = ("mnist-mini", "fashion-mnist", "kmnist")

@@ -96,7 +96,8 @@ class Anderson(Solver):
         # The first point is not the solve's own, the second is the first value.
         residual = torch.sub(value, point, out=point if reuse and point is not state.value else None)
         length = norm(residual)
-        now, guard = numbers(length), state.memory
+        guard = state.memory
+        now = alike(length, guard.limit)
         kept = now <= guard.limit
         following, proposed = self.propose(value, residual, now, kept, state, norm, reuse=reuse)
         if problem.box is None:  # a map of unknown structure: what was refused may be infinite

@@ -1,8 +1,8 @@
 """The one loop of all solves: who runs it, when it stops, and what is said of it.
 
-A kernel may do the whole; else a solver makes one step after the other, here. Each sample stops on its own relative
-residual and its value is put aside then, so that what else is in the batch changes nothing; under the paper's rule
-there is one norm for all.
+A kernel may do the whole; else a solver makes one step after the other, here, for a large batch in pieces. Each sample
+stops on its own relative residual and its value is put aside then, so that what else is in the batch changes nothing;
+under the paper's rule there is one norm for all.
 
 Norms are taken in the problem's own dtype, where squares of small numbers are 0 and those of large ones infinite. A
 residual is called small only where neither can have happened; a sample where it may have is measured by its largest
@@ -30,8 +30,11 @@ PAPER_GUARD = 1e-5
 # Where looking makes the host wait for a device: the first look, if no earlier solve tells when, and those that follow.
 FIRST_LOOK, LOOK_EVERY = 4, 3
 MOST_UNSEEN = 10  # steps between two looks at most, as their values are kept
+MOST_KEPT = 10  # whole values of small batches
 # Batches of fewer numbers than this are solved as a whole; of larger ones, what is done is left out.
 WORTH_SHRINKING = 32_768
+# Numbers of a batch for each thread from which on it is solved in pieces of some samples, which stay in the cache.
+PIECE = 2**18
 MOST_REMEMBERED = 256
 # A bound above which a norm is what it seems: of the careful ones all are.
 EVERY_NORM = -1.0
@@ -54,6 +57,8 @@ def run(problem: Problem, solver: Solver) -> Solution:
             summary = Summary(*solved.summary)
             outcome = summary.outcome(solved.value.dtype)
             return Solution(solved.value, solved.steps, solved.residual, solved.converged, summary, outcome)
+    if pieces := _pieces(problem, solver):
+        return _joined([run(piece, solver) for piece in pieces])
     point = solver.init(problem)
     watch = _Watch(solver, point, problem)
     step = solver.step_on if watch.at_hand else solver.step_from_afar
@@ -66,6 +71,30 @@ def run(problem: Problem, solver: Solver) -> Solution:
         problem, state = watch.shrink(problem, solver, state)
         point = state.point
     return watch.solution(point if state is None else state.value, count)
+
+
+def _pieces(problem: Problem, solver: Solver) -> list[Problem]:
+    """The problem in parts of some samples each, if it is large, so that each is solved to its end in a CPU's cache."""
+    form, select = problem.form, problem.select
+    if form is None or select is None:
+        return []
+    samples, number = len(form.offset), form.offset.numel() // (PIECE * torch.get_num_threads())
+    if min(samples, number) < 2 or solver.stop == "batch" or torch.is_grad_enabled() or not at_hand(form.offset):
+        return []
+    size = -(-samples // number)
+    parts = [slice(begin, begin + size) for begin in range(0, samples, size)]
+    if isinstance(start := problem.start, Tensor):
+        return [select(part).continued(start[part], problem.steps) for part in parts]
+    return [select(part) for part in parts]
+
+
+def _joined(solutions: list[Solution]) -> Solution:
+    """The solutions of parts as one."""
+    value, steps, residual, converged = (
+        torch.cat([getattr(solution, name) for solution in solutions])
+        for name in ("value", "steps", "residual", "converged")
+    )
+    return Solution.of(value, steps, residual, converged)
 
 
 class _Watch:
@@ -93,9 +122,12 @@ class _Watch:
         self.converged: Numbers = np.zeros(samples, bool)
         self.steps: Numbers = np.zeros(samples, np.int64)
         self.value: Tensor | None = None  # of the samples that are done
-        self.goes_on = samples > 0
-        self.far = inf if self.batch or not samples else self.tol * _largest_norm(problem.box, like[0].numel())
         self.device, self.at_hand = like.device, at_hand(like)
+        self.small = self.at_hand and like.numel() < WORTH_SHRINKING
+        self.kept: list[Tensor] = []  # whole small values in which samples are done
+        self.origin: Numbers = self.samples.copy()  # where in these, one after the other, each sample is
+        self.goes_on = samples > 0
+        self.far = inf if self.batch or not samples else self.tol * _largest_norm(problem.box, like.numel() // samples)
         self.kind = None if self.at_hand else (solver, problem.steps, like.shape[1:], like.dtype, like.device)
         self.unseen: list[tuple[Tensor, Tensor, Tensor]] = []  # value, its residual's norm and its own, since the look
         self.next_look = 0 if self.at_hand else min(*self.ended.get(self.kind, (FIRST_LOOK,)), self.last)
@@ -167,6 +199,8 @@ class _Watch:
         samples = self.samples[rows]
         if len(rows) == len(self.steps):
             self.value = value
+        elif self.small:
+            self._keep(value, rows)
         else:
             # The first that are done are so while the solve goes on with all.
             self.value = torch.empty_like(value) if self.value is None else self.value
@@ -175,6 +209,16 @@ class _Watch:
         self.steps[samples], self.residual[samples], self.converged[samples] = count, self.relative[rows], converged
         self.active = self.active & ~which
         self.goes_on = bool(np.count_nonzero(self.active))
+
+    def _keep(self, value: Tensor, rows: Numbers) -> None:
+        """Put these samples aside, for which the whole value is copied; to choose them once, at the end, is quicker."""
+        if len(self.kept) == MOST_KEPT:
+            self.kept, self.origin = [self._together()], np.arange(len(self.origin))
+        self.origin[rows] = len(self.kept) * len(self.origin) + rows
+        self.kept.append(value.clone())
+
+    def _together(self) -> Tensor:
+        return rows_of(torch.cat(self.kept), torch.from_numpy(self.origin))
 
     def shrink(self, problem: Problem, solver: Solver, state: State) -> tuple[Problem, State]:
         """The problem and its state without the samples that are done, if there are enough to be worth it.
@@ -204,7 +248,10 @@ class _Watch:
             summary = Summary(failed, int(self.steps.max()), float(self.residual.max()))
         if self.kind is not None and not summary.unconverged:
             self._remember(summary.steps)
-        value = value if self.value is None else self.value
+        if self.kept:
+            value = self._together()
+        elif self.value is not None:
+            value = self.value
         steps, residual, converged = map(self._on_device, (self.steps, self.residual, self.converged))
         return Solution(value, steps, residual, converged, summary, summary.outcome(value.dtype))
 
@@ -238,7 +285,7 @@ def _is_sure(length: Numbers, size: Numbers, tol: float, smallest: Numbers, larg
 
 def _norm_of_each(like: Tensor) -> Norm:
     """The Euclidean norm of each sample, (samples,), of tensors like this one."""
-    dims, dtype = tuple(range(1, like.ndim)), _dtype_of_norms(like)
+    dims, dtype = tuple(range(1, like.ndim)), None if like.dtype == _dtype_of_norms(like) else _dtype_of_norms(like)
     return lambda z: torch.linalg.vector_norm(_constant(z), 2, dims, dtype=dtype)
 
 

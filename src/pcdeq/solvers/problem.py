@@ -54,7 +54,7 @@ class Problem:
         form: the same map in the form that the C kernels know, where they do; they then start at s(guess + offset),
             which is what ``start`` makes, unless it is a tensor.
         guess: a guess of the product at the solution, of one sample's shape; None stands for 0.
-        select: the problem of some of the samples, given by their indices, with which a solve may go on.
+        select: the problem of some of the samples, given by their indices or as a slice, with which a solve may go on.
     """
 
     fn: Callable[[Tensor], Tensor]
@@ -64,7 +64,7 @@ class Problem:
     jacobian: Callable[[Tensor], Tensor] | None = None
     form: Form | None = None
     guess: Tensor | None = None
-    select: Callable[[Tensor], Problem] | None = None
+    select: Callable[[Tensor | slice], Problem] | None = None
 
     def first(self) -> Tensor:
         """The first iterate."""

@@ -69,7 +69,11 @@ class Ball:
 
     def sizes(self) -> Tensor:
         """The largest absolute number of the centre at each of these, with room for a rounding."""
-        return self.over(self.centre.abs()).to(RADIUS) * (1 + 2 * torch.finfo(RADIUS).eps) + TINY
+        if self.by_place:
+            sizes = self.centre.abs()
+        else:
+            sizes = torch.maximum(over_space(self.centre), -over_space(self.centre, torch.amin))
+        return sizes.to(RADIUS) * (1 + 2 * torch.finfo(RADIUS).eps) + TINY
 
     def over(self, x: Tensor) -> Tensor:
         """Numbers of places as they are, or the largest of each channel."""

@@ -85,9 +85,12 @@ class Single(NamedTuple):
 
         (By arithmetic: torch takes ten times as long to choose between numbers.)
         """
-        adjoint = Adjoint(self.turned, slope, source / slope.clamp(min=FLAT))
+        quotient = slope.clamp(min=FLAT)
+        adjoint = Adjoint(self.turned, slope, torch.div(source, quotient, out=quotient))
         found = run(adjoint.problem(), Anderson(tol=tol, max_steps=200)).value
-        return found.addcmul_(source, (slope / -FLAT).add_(1.0).clamp_(min=0.0))
+        if bool(by_memory(slope).amin() >= FLAT):
+            return found
+        return found.addcmul_(source, torch.div(slope, -FLAT, out=quotient).add_(1.0).clamp_(min=0.0))
 
 
 class Point(NamedTuple):
@@ -106,11 +109,11 @@ def evaluate(equation: Equation, z: Tensor, single: Single | None = None, wanted
     because it is small; then W(z + u) + x is the argument at z, which needs many, and Wu, which does not.
 
     Args:
-        single: what corrects; without, the point stays as it is.
+        single: what corrects, and writes over z; without, the point stays as it is.
         wanted: by so much it may be off then.
     """
     require_nonnegative(equation.map, z)
-    if not bool(z.amin() >= 0):  # which the margin of a product speaks of
+    if not bool(by_memory(z).amin() >= 0):  # which the margin of a product speaks of
         z = z.clamp(min=0)
     activation, argument = equation.activation, equation.map.apply_plus(z, equation.x)
     value = overwrite(activation, argument.clone())
@@ -119,15 +122,17 @@ def evaluate(equation: Equation, z: Tensor, single: Single | None = None, wanted
     assert activation.slope_of_value is not None  # as it is builtin
     slope, residual = activation.slope_of_value(value.to(RADIUS)), value.sub_(z).to(RADIUS)
     # A NaN is not larger than anything, and so it is never the larger one here.
-    tol = min(COARSEST, max(FINEST, wanted / max(1e-30, float(residual.abs().amax()))))
+    tol = min(COARSEST, max(FINEST, wanted / max(1e-30, *map(abs, _ends(residual)))))
     correction = single.solve(slope, residual, tol)
-    moved = z + correction
-    if not bool((moved.amin() >= 0) & (correction.amax() < LARGEST) & (correction.amin() > -LARGEST)):
+    # From here on in the memory of the value, and then of z: memory that is new takes as long as what is done in it.
+    moved = value.copy_(correction).add_(z)
+    least, most = _ends(correction)
+    if not (by_memory(moved).amin() >= 0 and most < LARGEST and least > -LARGEST):
         correction = torch.where((moved >= 0) & (correction.abs() < LARGEST), correction, 0.0)
-        moved = z + correction
+        moved.copy_(correction).add_(z)
     # The exact argument is not negative, so that this only brings the computed one nearer.
-    argument = argument.add_(single.map.apply(correction)).clamp_(min=0)
-    return Point(moved, argument, overwrite(activation, argument.clone()), correction)
+    argument.add_(z.copy_(single.map.apply(correction))).clamp_(min=0)
+    return Point(moved, argument, overwrite(activation, z.copy_(argument)), correction)
 
 
 def surround_near(
@@ -218,3 +223,9 @@ def largest(z: Tensor) -> Tensor:
     """The largest component of each sample, broadcastable to z."""
     # In the order of memory, and so over one dimension: over several, torch takes ten times as long.
     return by_memory(z).flatten(1).amax(1).reshape(-1, *[1] * (z.ndim - 1))
+
+
+def _ends(z: Tensor) -> tuple[float, float]:
+    """The smallest component of all and the largest."""
+    least, most = torch.aminmax(by_memory(z))
+    return float(least), float(most)

@@ -1,17 +1,19 @@
 """What is measured: the paper's networks on trained weights.
 
 An untrained layer converges too easily to mean anything. The weights are those of the package, fully trained, where it
-has them; of the other networks `benchmarks/weights/` holds a short training, which prepare.py makes, and the images.
-`Case.trained` says how long each was trained. Here only public names of pcdeq are used, so that older
-revisions can be measured by today's benchmark (against.py).
+has them. Of the other networks `benchmarks/weights/` holds those of a finished run, which scripts/keep_runs.py puts
+there, or of a short training, which prepare.py makes, and the images. `Case.trained` says how long each was trained.
+Here only public names of pcdeq are used, so that older revisions can be measured by today's benchmark (against.py).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -59,11 +61,15 @@ class Case:
 
     @property
     def trained(self) -> str:
-        """How long: in epochs, if it is a network of the package, else in steps."""
-        if self.weights.parent == WEIGHTS:
+        """How long: in epochs, as the file says if it is of a whole run, else in steps of the short training."""
+        if self.weights.parent == PACKAGE:
+            facts = pcdeq.load(self.weights.stem).training_facts
+            return "unknown" if facts is None else f"{facts.epochs} epochs"
+        with safe_open(self.weights, "pt") as file:
+            told = (file.metadata() or {}).get("pcdeq")
+        if told is None:
             return f"{STEPS[self.topology, self.data]} steps"
-        facts = pcdeq.load(self.weights.stem).training_facts
-        return "unknown" if facts is None else f"{facts.epochs} epochs"
+        return f"{json.loads(told)['training']['epochs']} epochs"
 
     def model(self) -> nn.Sequential:
         """The network with its trained weights."""

@@ -4,7 +4,7 @@ What tables and figures are made of (config.json, metrics.jsonl, summary.json) g
 first seeds, if they are of a pcDEQ of the paper, trained in full with the usual solver, into the package, where
 `pcdeq.load` finds them: those of our recipe, where it was run, else of the paper's. Of pictures in colour, whose
 networks are larger, there is one MC and one SC a data set, and none of the large networks with augmentation, so that
-the package stays below 8 MB.
+the package stays below 8 MB. Weights of other rows replace the short trainings of `benchmarks/weights`.
 
 Runs against noise (`--robust-radius`) go to results/robust, and those of first seeds on MNIST into the package, too, as
 ROW-DATA-robustRADIUS.
@@ -26,6 +26,8 @@ from pcdeq.report.tables import collect
 from pcdeq.training import Run, find_runs, read_summary, summarise
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "pcdeq" / "weights"
+BENCHMARK = ROOT / "benchmarks" / "weights"
 
 
 def main(runs_dir: str, pattern: str = "*") -> None:
@@ -42,12 +44,8 @@ def main(runs_dir: str, pattern: str = "*") -> None:
         kept.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "metrics.jsonl", "summary.json"):
             shutil.copy(run.path / name, kept / name)
-        if ships(run):
-            network = load(run)
-            name = f"{run.config.row}-{run.config.data}" + ("" if robust is None else f"-robust{robust:g}")
-            content = to_bytes(network.state_dict(), Description.of(network))
-            write_file(ROOT / "src" / "pcdeq" / "weights" / f"{name}.safetensors", content)
-        print(run.path.name, run.accuracy, "with weights" if ships(run) else "")
+        where = keep_weights(run)
+        print(run.path.name, run.accuracy, "" if where is None else f"with weights in {where.relative_to(ROOT)}")
 
 
 # Activations of each class whose weights the package carries.
@@ -59,18 +57,33 @@ SHIPPED = {
 }
 
 
-def ships(run: Run) -> bool:
-    """Whether the package carries its weights."""
+def keep_weights(run: Run) -> Path | None:
+    """Where its weights were put: into the package, or among those of the benchmark if it measures that row."""
     config = run.config
-    if config.seed != 0 or config.data not in PAPER_DATASETS:
-        return False
+    if not run.has("last") or config.seed != 0 or config.data not in PAPER_DATASETS:
+        return None
+    name = f"{config.row}-{config.data}"
     if config.robust_radius is not None:
-        return config.data == "mnist"
+        if config.data != "mnist":
+            return None
+        return write_weights(run, PACKAGE / f"{name}-robust{config.robust_radius:g}.safetensors")
     (line,) = (line for line in collect([run])[config.data] if line.runs)
-    wanted = line.row.family == "pcdeq" and line.row.activation in SHIPPED[config.data].get(line.row.kind, ())
-    whole = line.published is not None and line.is_full and line.solver == "default"
     ours = replace(config, recipe="fast").run_name
-    return wanted and whole and (config.recipe == "fast" or not (ROOT / "results" / "runs" / ours).exists())
+    whole = line.published is not None and line.is_full and line.solver == "default"
+    best = config.recipe == "fast" or not (ROOT / "results" / "runs" / ours).exists()
+    if line.row.family != "pcdeq" or not (whole and best):
+        return None
+    measured = BENCHMARK / f"{name}.safetensors"
+    if line.row.activation in SHIPPED[config.data].get(line.row.kind, ()):
+        measured.unlink(missing_ok=True)
+        return write_weights(run, PACKAGE / measured.name)
+    return write_weights(run, measured) if measured.exists() else None
+
+
+def write_weights(run: Run, path: Path) -> Path:
+    network = load(run)
+    write_file(path, to_bytes(network.state_dict(), Description.of(network)))
+    return path
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pcdeq.errors import UsageError
-from pcdeq.kernels.binding import convolve
+from pcdeq.kernels import binding
 from pcdeq.parametrisation import NonnegativeWeight, TransformedWeight, is_transformed, nonnegative_weight, row_norm
 
 Device = torch.device | str | int | None
@@ -133,11 +133,11 @@ class ConvMap(LinearMap):
         self.kind = "conv" if type(self) is ConvMap else None
 
     def apply(self, z: Tensor) -> Tensor:  # (samples, channels, *space)
-        found = convolve(z, self.weight, None, (1, 1), self._padding) if z.dtype is torch.float64 else None
+        found = binding.convolve(z, self.weight, None, (1, 1), self._padding) if z.dtype is torch.float64 else None
         return self._convolve(z, self.weight, padding=self._padding) if found is None else found
 
     def apply_plus(self, z: Tensor, x: Tensor) -> Tensor:
-        found = convolve(z, self.weight, x, (1, 1), self._padding) if z.dtype is torch.float64 else None
+        found = binding.convolve(z, self.weight, x, (1, 1), self._padding) if z.dtype is torch.float64 else None
         return self._convolve(z, self.weight, padding=self._padding).add_(x) if found is None else found
 
     def adjoint(self, y: Tensor) -> Tensor:
@@ -146,6 +146,9 @@ class ConvMap(LinearMap):
         return self._convolve(y, self._flipped, padding=self._padding)
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
+        found = binding.weight_gradient(z, y, self.weight)
+        if found is not None:
+            return found
         ones = [1] * len(self._padding)
         wanted = [False, True, False]
         return torch.ops.aten.convolution_backward(

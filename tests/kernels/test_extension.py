@@ -13,7 +13,7 @@ from specimens import SPECIMENS, guards_survive, is_unreal, quiet
 from torch import Tensor
 from torch.nn.functional import batch_norm as torch_batch_norm
 from torch.utils.dlpack import from_dlpack, to_dlpack
-from twins import LAST, make_form, make_images, norm_gradients
+from twins import LAST, make_form, make_images, norm_gradients, weight_gradient
 
 from pcdeq.kernels import binding
 
@@ -78,17 +78,26 @@ def convolve_arguments(last: bool = False) -> dict[str, object]:
     }  # fmt: skip
 
 
+def gradient_arguments(last: bool = False) -> dict[str, object]:
+    torch.manual_seed(0)
+    lay = (lambda t: t.contiguous(memory_format=LAST)) if last else (lambda t: t)
+    z, u = lay(torch.rand(4, 5, 6, 7)), lay(torch.randn(4, 5, 6, 7))
+    return {"z": z, "u": u, "gradient": torch.zeros(5, 5, 3, 3), "threads": 2}
+
+
 CALLS = {
     "solve (dense)": lambda: solve_arguments(conv=False),
     "solve (conv)": lambda: solve_arguments(conv=True),
     "solve (conv, channels last)": lambda: solve_arguments(conv=True, last=True),
     "convolve": convolve_arguments,
     "convolve (channels last)": lambda: convolve_arguments(last=True),
+    "weight_gradient": gradient_arguments,
+    "weight_gradient (channels last)": lambda: gradient_arguments(last=True),
     "batch_norm_forward": lambda: norm_arguments("batch_norm_forward"),
     "batch_norm_inference": lambda: norm_arguments("batch_norm_inference"),
     "batch_norm_backward": lambda: norm_arguments("batch_norm_backward"),
 }
-WRITTEN = {"out", "steps", "residual", "converged", "y", "grad_x", "grad_weight", "grad_bias"}
+WRITTEN = {"out", "steps", "residual", "converged", "y", "grad_x", "grad_weight", "grad_bias", "gradient"}
 OPTIONAL = {"start", "base", "plus"}
 
 
@@ -116,7 +125,7 @@ def refuses(call: str, arguments: dict[str, object], name: str) -> None:
     tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor) and not is_unreal(value)}
     before = {key: value.clone() for key, value in tensors.items() if value.untyped_storage().nbytes()}
     # the first tensor says what sizes the others must have
-    with pytest.raises(ValueError, match=r"^\w+ " if name in ("offset", "x") else f"^{name} "):
+    with pytest.raises(ValueError, match=r"^\w+ " if name in ("offset", "x", "z") else f"^{name} "):
         run(call, arguments)
     for key, value in before.items():
         assert torch.equal(arguments[key], value)
@@ -138,6 +147,10 @@ def test_the_raw_functions_compute_what_their_twins_do():
         run("convolve", arguments)
         exact = torch.conv2d(arguments["x"], arguments["weight"], stride=2, padding=(0, 1)) + arguments["plus"]
         assert torch.allclose(arguments["y"], exact, rtol=0, atol=1e-13)
+    for call in ("weight_gradient", "weight_gradient (channels last)"):
+        given = gradient_arguments()
+        exact = weight_gradient(given["z"].double(), given["u"].double())
+        assert torch.allclose(results(call)["gradient"].double(), exact, rtol=0, atol=1e-4)
     x, weight, bias, mean, variance = make_images()
     y = results("batch_norm_forward")["y"]
     assert torch.allclose(y, torch_batch_norm(x, None, None, weight, bias, True), rtol=1e-4, atol=1e-4)
@@ -370,7 +383,7 @@ def test_any_tensors_at_all(call):
         if generator.random() < 0.5:  # all that have the shape of the images get another one
             images = strange_view(generator, torch.float32)
             for name in names:
-                if arguments[name].shape == CALLS[call]()["x" if "x" in arguments else "offset"].shape:
+                if arguments[name].shape == next(v for v in CALLS[call]().values() if isinstance(v, Tensor)).shape:
                     arguments[name] = images.clone()
         try:
             run(call, arguments)

@@ -25,7 +25,7 @@ from torch.utils.dlpack import to_dlpack  # pyright: ignore[reportPrivateImportU
 from pcdeq.errors import UsageError
 
 # What the functions of the compiled module take; module.c has the same number.
-INTERFACE = 5
+INTERFACE = 6
 # A dense weight is multiplied with one sample at a time: good while the weight stays in the cache.
 LARGEST_DENSE = 256
 # Below this tolerance the kernel would take most steps of convolutions by plain sums, which torch has as well.
@@ -179,6 +179,26 @@ def convolve(
     plus = None if plus is None else _lay_out(plus, layout)
     arguments = (*kernel, step, *padding, _lay_out(x, layout), y, weight.contiguous(), plus)
     return y if _call(_KERNELS.convolve, *arguments, _threads(work, PARALLEL_PRODUCT)) else None
+
+
+def weight_gradient(z: Tensor, u: Tensor, weight: Tensor) -> Tensor | None:
+    """The gradient of <u, Wz> for the weight of a 3x3 convolution that keeps the size of images."""
+    if (
+        weight.ndim != 4
+        or weight.shape[2:] != (3, 3)
+        or z.ndim != 4
+        or not z.shape[1] == len(weight) == weight.shape[1]
+    ):
+        return None
+    if not _takes(z, u, weight) or z.shape != u.shape or _needs_graph(z, u) or not _KERNELS.VECTORISED:
+        return None
+    work = weight.numel() * (z.numel() // len(weight))
+    if _lacks_threads(work, PARALLEL_PRODUCT):
+        return None
+    gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    z, u = (_lay_out(t, _layout(z)) for t in (z, u))
+    # Where transforms overflow, plain sums may not.
+    return gradient if _call(_KERNELS.weight_gradient, z, u, gradient, _threads(work, PARALLEL_PRODUCT)) else None
 
 
 def batch_norm(

@@ -43,6 +43,7 @@ enum { PARTS = 8 };
 /* The functions of the module. */
 PyObject *solve(PyObject *self, PyObject *const *objects, Py_ssize_t count);
 PyObject *convolve(PyObject *self, PyObject *const *objects, Py_ssize_t count);
+PyObject *weight_gradient(PyObject *self, PyObject *const *objects, Py_ssize_t count);
 PyObject *batch_norm_forward(PyObject *self, PyObject *const *objects, Py_ssize_t count);
 PyObject *batch_norm_inference(PyObject *self, PyObject *const *objects, Py_ssize_t count);
 PyObject *batch_norm_backward(PyObject *self, PyObject *const *objects, Py_ssize_t count);

@@ -6,6 +6,7 @@
 static PyMethodDef methods[] = {
     FUNCTION(solve, "A whole solve, forward or adjoint."),
     FUNCTION(convolve, "A convolution in float64."),
+    FUNCTION(weight_gradient, "The gradient of a 3x3 convolution with respect to its weight."),
     FUNCTION(batch_norm_forward, "Normalise by batch statistics."),
     FUNCTION(batch_norm_inference, "Normalise by running statistics."),
     FUNCTION(batch_norm_backward, "The gradients of the first."),
@@ -28,6 +29,6 @@ PyMODINIT_FUNC PyInit__kernels(void)
     Py_XDECREF(names);
     if (made && PyModule_AddIntConstant(made, "VECTORISED", VECTORISED) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "MOST_THREADS", THREADED ? MOST_THREADS : 1) < 0) Py_CLEAR(made);
-    if (made && PyModule_AddIntConstant(made, "INTERFACE", 5) < 0) Py_CLEAR(made); /* as in binding.py */
+    if (made && PyModule_AddIntConstant(made, "INTERFACE", 6) < 0) Py_CLEAR(made); /* as in binding.py */
     return made;
 }

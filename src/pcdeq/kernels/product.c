@@ -6,20 +6,11 @@
  * ones is lost in the rounding of these. `pack` says how large they are, so that a solve can tell where that matters;
  * there it takes `plain_product`, whose sums of nonnegative numbers are exact to a few roundings each.
  */
-#include "product.h"
+#include "winograd.h"
 #include <math.h>
 #include <string.h>
 
-enum { OUT = 4, IN = 6, FREQUENCIES = IN * IN };
-enum { SUMS = 12 }; /* with the weights and one number, what the sixteen registers of AVX2 hold */
 enum { CHUNK = 192 * 1024 }; /* numbers that are worked on at a time: the second cache holds them, and weights are read less often */
-enum { APART = 16 }; /* numbers between two frequencies, lest all fall into the same sets of the first cache */
-
-/* Vectors of LANES, and `wide` ones of twice as many for the processors that have them. */
-#define WIDTH 8
-#include "tiles.h"
-#define WIDTH 16
-#include "tiles.h"
 
 typedef vector_8 vector;
 #define AT(pointer) (*(const vector *)(pointer))
@@ -165,15 +156,6 @@ void pack_plain(const layout *l, int transposed, const float *weight, float *pac
                 packed[(tap * l->lanes + i) * l->lanes + o] = weight[9 * (transposed ? i * n + o : o * n + i) + (transposed ? 8 - tap : tap)];
 }
 
-/* out[row] = Σ_j a[row][j] weight[j], or so much more, for all rows. */
-INLINE void multiply(int wide, int more, int64_t rows, int64_t inputs, int64_t lanes, const float *a,
-                     const float *weight, float *out)
-{
-    int64_t at = 0;
-    if (wide) at = multiply_16(at, more, rows, inputs, lanes, a, weight, out);
-    multiply_8(at, more, rows, inputs, lanes, a, weight, out);
-}
-
 /* How many rows of tiles to work on at a time. */
 static int64_t rows_at_a_time(const layout *l)
 {
@@ -184,21 +166,6 @@ static int64_t rows_at_a_time(const layout *l)
 int64_t product_space(const layout *l)
 {
     return l->conv ? 2 * FREQUENCIES * (l->lanes * l->tiles_across * rows_at_a_time(l) + APART) : 0;
-}
-
-/* Some rows of tiles, in the order frequency, tile, channel. */
-INLINE void gather_tiles(int wide, const layout *l, const float *z, int64_t rows, float *out)
-{
-    const int64_t tiles = rows * l->tiles_across, frequency = tiles * l->lanes + APART;
-    for (int64_t tile = 0; tile < tiles; tile++, out += l->lanes) {
-        const float *corner = z + tile / l->tiles_across * OUT * l->stride + tile % l->tiles_across * OUT * l->lanes;
-        int64_t c = 0;
-#define GATHER(WIDTH) \
-    for (; c + WIDTH <= l->lanes; c += WIDTH) gather_tile_##WIDTH(l->stride, l->lanes, corner + c, frequency, out + c)
-        if (wide) GATHER(16);
-        GATHER(8);
-#undef GATHER
-    }
 }
 
 /* The outputs of the tiles, without those beyond the image. */
@@ -227,9 +194,10 @@ INLINE void product_of_tiles(int wide, const layout *l, const float *packed, con
         const int64_t rows = l->tiles_down - row < most ? l->tiles_down - row : most, tiles = rows * l->tiles_across;
         const int64_t size = tiles * l->lanes + APART;
         float *inputs = space, *outputs = space + FREQUENCIES * size;
-        gather_tiles(wide, l, z - l->first + row * OUT * l->stride, rows, inputs);
+        gather_tiles(wide, l, z - l->first + row * OUT * l->stride, rows, size, inputs);
         for (int f = 0; f < FREQUENCIES; f++)
-            multiply(wide, 0, tiles, l->channels, l->lanes, inputs + f * size, packed + f * weights, outputs + f * size);
+            multiply(wide, 0, tiles, l->channels, l->lanes, by_row(inputs + f * size, l->lanes), packed + f * weights,
+                     outputs + f * size);
         scatter_tiles(wide, l, outputs, row, rows, out);
     }
 }
@@ -241,8 +209,8 @@ INLINE void product_of_rows(int wide, const layout *l, const float *packed, cons
     for (int64_t y = 0; y < l->height; y++) {
         const float *above = z - l->first + y * l->stride;
         for (int64_t row = 0; row < 3; row++)
-            multiply(wide, row > 0, l->width, inputs, l->lanes, above + row * l->stride, packed + row * weights,
-                     out + y * l->n);
+            multiply(wide, row > 0, l->width, inputs, l->lanes, by_row(above + row * l->stride, l->lanes),
+                     packed + row * weights, out + y * l->n);
     }
 }
 
@@ -261,14 +229,7 @@ static void multiply_narrow(const layout *l, const float *packed, const float *z
     multiply_sample(0, l, packed, z, out, space);
 }
 
-#if CLONED && !defined(PCDEQ_NARROW) /* which is for tests on a processor that has wide ones */
-#define HAS_WIDE __builtin_cpu_supports("x86-64-v4")
-__attribute__((target("arch=x86-64-v4")))
-#elif defined(__AVX512F__) && !defined(PCDEQ_NARROW)
-#define HAS_WIDE 1
-#else
-#define HAS_WIDE 0
-#endif
+FOR_WIDE
 static void multiply_wide(const layout *l, const float *packed, const float *z, float *out, float *space)
 {
     multiply_sample(1, l, packed, z, out, space);

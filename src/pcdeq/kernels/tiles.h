@@ -1,4 +1,4 @@
-/* The work on tiles, with vectors of WIDTH numbers: product.c includes this once for each width that it has.
+/* The work on tiles, with vectors of WIDTH numbers: winograd.h includes this once for each width that there is.
  *
  * Each output is summed in the same order whatever the width, so that results do not depend on it.
  */
@@ -34,6 +34,19 @@ INLINE void OF_WIDTH(transform_output)(const vector *m, int64_t step, vector *ou
     out[3 * out_step] = difference1 + 8.0f * difference2 + m[5 * step];
 }
 
+/* The transpose of the second: four numbers, six frequencies. */
+INLINE void OF_WIDTH(transform_gradient)(const vector *d, int64_t step, vector *out, int64_t out_step)
+{
+    const vector even = d[0] + d[2 * step], odd = d[step] + d[3 * step];
+    const vector far = d[0] + 4.0f * d[2 * step], twice = 2.0f * d[step] + 8.0f * d[3 * step];
+    out[0] = d[0];
+    out[out_step] = even + odd;
+    out[2 * out_step] = even - odd;
+    out[3 * out_step] = far + twice;
+    out[4 * out_step] = far - twice;
+    out[5 * out_step] = d[3 * step];
+}
+
 /* The frequencies of one tile, for a vector of its channels. */
 INLINE void OF_WIDTH(gather_tile)(int64_t stride, int64_t lanes, const float *corner, int64_t frequency, float *out)
 {
@@ -43,6 +56,17 @@ INLINE void OF_WIDTH(gather_tile)(int64_t stride, int64_t lanes, const float *co
     for (int x = 0; x < IN; x++) OF_WIDTH(transform_input)(d + x, IN, half + x, IN);
     for (int y = 0; y < IN; y++) OF_WIDTH(transform_input)(half + y * IN, 1, d + y * IN, 1);
     for (int f = 0; f < FREQUENCIES; f++) SET(out + f * frequency) = d[f];
+}
+
+/* Those of a tile of gradients of outputs. */
+INLINE void OF_WIDTH(gather_gradient)(int64_t stride, int64_t lanes, const float *corner, int64_t frequency, float *out)
+{
+    vector d[OUT * OUT], half[IN * OUT], whole[FREQUENCIES];
+    for (int y = 0; y < OUT; y++)
+        for (int x = 0; x < OUT; x++) d[y * OUT + x] = AT(corner + y * stride + x * lanes);
+    for (int x = 0; x < OUT; x++) OF_WIDTH(transform_gradient)(d + x, OUT, half + x, OUT);
+    for (int y = 0; y < IN; y++) OF_WIDTH(transform_gradient)(half + y * OUT, 1, whole + y * IN, 1);
+    for (int f = 0; f < FREQUENCIES; f++) SET(out + f * frequency) = whole[f];
 }
 
 /* And back: its outputs, as many as lie in the image. */
@@ -58,7 +82,7 @@ INLINE void OF_WIDTH(scatter_tile)(int64_t frequency, const float *in, int64_t d
 }
 
 /* out[row] = Σ_j a[row][j] weight[j], or so much more, for some rows and vectors of outputs, all sums in registers. */
-INLINE void OF_WIDTH(multiply_tile)(int more, int rows, int vectors, int64_t inputs, int64_t lanes, const float *a,
+INLINE void OF_WIDTH(multiply_tile)(int more, int rows, int vectors, int64_t inputs, int64_t lanes, matrix a,
                                     const float *weight, float *out)
 {
     vector sum[SUMS];
@@ -69,7 +93,7 @@ INLINE void OF_WIDTH(multiply_tile)(int more, int rows, int vectors, int64_t inp
         const float *w = weight + j * lanes;
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            const vector number = a[r * lanes + j] - (vector){ 0 };
+            const vector number = a.first[r * a.row + j * a.column] - (vector){ 0 };
 #pragma GCC unroll 3
             for (int v = 0; v < vectors; v++) sum[r * vectors + v] += number * AT(w + v * WIDTH);
         }
@@ -80,12 +104,12 @@ INLINE void OF_WIDTH(multiply_tile)(int more, int rows, int vectors, int64_t inp
 
 /* The same for all rows. */
 INLINE void OF_WIDTH(multiply_columns)(int more, int vectors, int64_t rows, int64_t inputs, int64_t lanes,
-                                       const float *a, const float *weight, float *out)
+                                       matrix a, const float *weight, float *out)
 {
     int64_t r = 0;
 #define ROWS(COUNT)                         \
     for (; r + (COUNT) <= rows; r += COUNT) \
-    OF_WIDTH(multiply_tile)(more, COUNT, vectors, inputs, lanes, a + r * lanes, weight, out + r * lanes)
+    OF_WIDTH(multiply_tile)(more, COUNT, vectors, inputs, lanes, from_row(a, r), weight, out + r * lanes)
     if (vectors == 1) ROWS(SUMS);
     if (vectors == 2) ROWS(SUMS / 2);
     ROWS(SUMS / 3);
@@ -95,7 +119,7 @@ INLINE void OF_WIDTH(multiply_columns)(int more, int vectors, int64_t rows, int6
 }
 
 /* As many vectors as there are from the column `at` on, two or three at a time; returned is the first column left. */
-INLINE int64_t OF_WIDTH(multiply)(int64_t at, int more, int64_t rows, int64_t inputs, int64_t lanes, const float *a,
+INLINE int64_t OF_WIDTH(multiply)(int64_t at, int more, int64_t rows, int64_t inputs, int64_t lanes, matrix a,
                                   const float *weight, float *out)
 {
 #define COLUMNS(VECTORS)                                                                                     \

@@ -169,9 +169,10 @@ def test_without_data_there_is_a_reason(tmp_path):
     make_run(tmp_path, "pcdeq-1-l-tanh", 2)
     with patch("pcdeq.training.run.load_dataset", side_effect=DataError("no such file")):
         subjects, reason = find_subjects(lines_in(tmp_path))
-    assert (subjects, reason) == ([], "no such file")
+    told = "no pictures of mnist: name their folder with --data-dir or PCDEQ_DATA"
+    assert (subjects, reason) == ([], told)
     (claim,) = (claim for claim in check_claims([], subjects, reason) if claim.statement.startswith("Plain iteration"))
-    assert (claim.verdict, claim.measured) == ("not measured", "no such file")
+    assert (claim.verdict, claim.measured) == ("not measured", told)
 
 
 def test_networks_of_the_package_stand_in(subjects):

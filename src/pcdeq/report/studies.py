@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pcdeq.equation import Equation
-from pcdeq.errors import PcdeqError
+from pcdeq.errors import DataError, PcdeqError
 from pcdeq.models import Network, load, pcdeq_layers, pretrained_names
 from pcdeq.proofs.order import enclose_near
 from pcdeq.proofs.rates import a_priori_rate
@@ -73,7 +73,10 @@ def _subjects_of(family: Family, data_dir: Path | None) -> list[Subject]:
     for activation, line in family.lines.items():
         if (network := _network_of(line)) is not None:
             run = line.runs[0]
-            test = run.dataset(data_dir).test
+            try:
+                test = run.dataset(data_dir).test
+            except DataError as error:  # which tells of every address that was tried
+                raise DataError(f"no pictures of {line.data}: name their folder with --data-dir or PCDEQ_DATA") from error
             chosen = spread(len(test), TESTED_IMAGES)
             images = run.preprocessing(test.images[chosen])
             subjects.append(Subject(activation, family.title, network, images, test.labels[chosen]))

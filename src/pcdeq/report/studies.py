@@ -76,7 +76,9 @@ def _subjects_of(family: Family, data_dir: Path | None) -> list[Subject]:
             try:
                 test = run.dataset(data_dir).test
             except DataError as error:  # which tells of every address that was tried
-                raise DataError(f"no pictures of {line.data}: name their folder with --data-dir or PCDEQ_DATA") from error
+                raise DataError(
+                    f"no pictures of {line.data}: name their folder with --data-dir or PCDEQ_DATA"
+                ) from error
             chosen = spread(len(test), TESTED_IMAGES)
             images = run.preprocessing(test.images[chosen])
             subjects.append(Subject(activation, family.title, network, images, test.labels[chosen]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Run
 
-SETTINGS = ("lr", "weight_decay", "smoothing", "average", "batch_size", "seed")
+SETTINGS = ("channels", "lr", "weight_decay", "smoothing", "average", "batch_size", "loosen", "seed")
 
 
 def line(run: Run) -> str | None:
@@ -21,14 +21,20 @@ def line(run: Run) -> str | None:
         return None
     usual = TrainConfig(config.row, data=config.data, recipe="fast").resolve(run.image_shape)
     options = ["--epochs", str(config.epochs)] if config.epochs != usual.epochs else []
+    settings = []
     for name in SETTINGS:
-        if (value := getattr(config, name)) != getattr(usual, name):
-            options += [f"--{name.replace('_', '-')}", f"{value:g}"]
-    settings = ", ".join(f"{name} {getattr(config, name):g}" for name in SETTINGS if getattr(config, name))
+        value = getattr(config, name)
+        words, is_usual = _in_words(value), value == getattr(usual, name)
+        options += [] if is_usual else [f"--{name.replace('_', '-')}", words]
+        # The row's channels, no loosening and seed 0 go without saying.
+        settings += [] if is_usual and (name == "channels" or value in (0, 1)) else [f"{name} {words}"]
     command = " ".join(["pcdeq train", config.row, "--data", config.data, "--recipe fast --validation 0.1", *options])
-    return (
-        f"| {config.row}, {config.data} | {settings} | {config.epochs} | {last.validation_accuracy:.2f} | `{command}` |"
-    )
+    told = (f"{config.row}, {config.data}", ", ".join(settings), config.epochs, f"{last.validation_accuracy:.2f}")
+    return "| " + " | ".join(map(str, told)) + f" | `{command}` |"
+
+
+def _in_words(value: float | tuple[int, ...]) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
 def main() -> None:

@@ -237,7 +237,7 @@ def _bent(name: str, line: TensorMap, *, kink: float, supremum: float, slope: fl
 # (value, slope, slope as a function of the value, supremum, kinks); the first four are the paper's.
 ACTIVATIONS: dict[str, Activation] = {}
 for _activation in (
-    Activation("tanh", torch.tanh, lambda y: (2 / (torch.exp(y) + torch.exp(-y))) ** 2, lambda z: 1 - z * z, 1.0),
+    Activation("tanh", torch.tanh, lambda y: torch.cosh(y).reciprocal_().square(), lambda z: 1 - z * z, 1.0),
     Activation("softsign", lambda y: y / (1 + y), lambda y: (1 + y) ** -2, lambda z: (1 - z) ** 2, 1.0),
     _bent("relu6", lambda y: y, kink=6.0, supremum=6.0),
     Activation("sigmoid", torch.sigmoid, lambda y: torch.sigmoid(y) * torch.sigmoid(-y), lambda z: z * (1 - z), 1.0),

@@ -30,6 +30,8 @@ INTERFACE = 6
 LARGEST_DENSE = 256
 # Below this tolerance the kernel would take most steps of convolutions by plain sums, which torch has as well.
 FINEST_CONV = 1e-6
+# Gradients of weights are worth their transforms for images from this size on, and so many tiles of all samples.
+TILE, SMALLEST_IMAGE, FEWEST_TILES = 4, 3, 32
 # Below so many multiplications of a product, or numbers of a pass, a second thread costs more than it saves.
 PARALLEL_PRODUCT, PARALLEL_PASS = 200_000, 32_768
 
@@ -183,22 +185,18 @@ def convolve(
 
 def weight_gradient(z: Tensor, u: Tensor, weight: Tensor) -> Tensor | None:
     """The gradient of <u, Wz> for the weight of a 3x3 convolution that keeps the size of images."""
-    if (
-        weight.ndim != 4
-        or weight.shape[2:] != (3, 3)
-        or z.ndim != 4
-        or not z.shape[1] == len(weight) == weight.shape[1]
-    ):
+    if not _takes(z, u, weight) or _needs_graph(z, u) or not _KERNELS.VECTORISED:
         return None
-    if not _takes(z, u, weight) or z.shape != u.shape or _needs_graph(z, u) or not _KERNELS.VECTORISED:
+    if z.ndim != 4 or z.shape != u.shape or weight.shape != (z.shape[1], z.shape[1], 3, 3):
         return None
-    work = weight.numel() * (z.numel() // len(weight))
-    if _lacks_threads(work, PARALLEL_PRODUCT):
+    samples, _, height, width = z.shape
+    work = weight.numel() * samples * height * width
+    tiles = samples * -(-height // TILE) * -(-width // TILE)
+    if min(height, width) < SMALLEST_IMAGE or tiles < FEWEST_TILES or _lacks_threads(work, PARALLEL_PRODUCT):
         return None
-    gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    z, u = (_lay_out(t, _layout(z)) for t in (z, u))
-    # Where transforms overflow, plain sums may not.
-    return gradient if _call(_KERNELS.weight_gradient, z, u, gradient, _threads(work, PARALLEL_PRODUCT)) else None
+    layout, gradient = _layout(z), torch.empty(weight.shape, dtype=z.dtype, device=z.device)
+    given = (_lay_out(z, layout), _lay_out(u, layout), gradient)
+    return gradient if _call(_KERNELS.weight_gradient, *given, _threads(work, PARALLEL_PRODUCT)) else None
 
 
 def batch_norm(

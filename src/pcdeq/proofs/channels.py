@@ -146,9 +146,8 @@ def surround_near(
         single: what finds candidates place by place; without, they are series.
     """
     z, argument, value, correction = point
-    by_place = z.shape == reach.shape
-    over = torch.clone if by_place else over_space
-    least = argument if by_place else over_space(argument, torch.amin)
+    over = _itself if z.shape == reach.shape else over_space
+    least = over(argument, torch.amin)
     facts, terms = torch.finfo(RADIUS), equation.map.terms(z.shape[1:])
     # The product, what is made of its result, and a few operations on radii.
     slop = (terms + 2 * ROUNDINGS + 2 * TERMS) * facts.eps
@@ -158,11 +157,16 @@ def surround_near(
         moved = product(over(correction.abs())) * (1 + slop) + lost
         size = over(argument).to(RADIUS) + moved
         reach = (reach + (terms + ROUNDINGS) * facts.eps * moved + 2 * equation.margin(z) * size + lost) * (1 + slop)
-    rounding = equation.margin(z) * over(value).to(RADIUS) + lost
-    error = (over((value - z).abs_()).to(RADIUS) + rounding) * (1 + slop)
+    rounding = (over(value).to(RADIUS) * equation.margin(z)).add_(lost)
+    error = over((value - z).abs_()).to(RADIUS).add_(rounding).mul_(1 + slop)
     find = partial(_series, product=product) if single is None else partial(_solved, product=product, single=single)
     spread, proved = _spread(equation.activation, find, least.to(RADIUS), error, reach, slop)
-    return value, (spread + rounding) * (1 + slop), proved
+    return value, (spread + rounding).mul_(1 + slop), proved
+
+
+def _itself(x: Tensor, extreme: object = None) -> Tensor:
+    """What `over_space` is for places."""
+    return x
 
 
 def _spread(
@@ -173,22 +177,23 @@ def _spread(
     reach: Tensor,
     slop: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sη for a δ with E + Sη <= δ, and for which samples one was found."""
+    """Sη for a δ with E + Sη <= δ, and for which samples one was found; in the memory of what is needed no more."""
 
     def slope(shift: Tensor) -> Tensor:
         """At least the slope of s from min a - shift on: it falls, so before a kink it is that of the steeper side."""
-        return activation.derivative((least * (1 - slop) - shift).clamp_(min=0) * (1 - slop)) * (1 + slop)
+        start = (least * (1 - slop)).sub_(shift).clamp_(min=0).mul_(1 - slop)
+        return activation.derivative(start).mul_(1 + slop)
 
-    steepest = slope(reach + 2 * error)
+    steepest = slope(torch.add(reach, error, alpha=2))
     spread, proved = error, torch.zeros(len(error), dtype=torch.bool, device=error.device)
     for attempt, slack in enumerate(SLACK):
-        source = error + steepest * reach
-        source = source + slack * largest(source)
+        source = torch.addcmul(error, steepest, reach)
+        source.add_(slack * largest(source))
         candidate, image = find(steepest, source)
-        shift = (image + reach) * (1 + slop)
+        shift = image.add_(reach).mul_(1 + slop)
         steepest = slope(shift)
-        found = steepest * shift * (1 + slop)
-        over = (error + found) * (1 + slop) - candidate
+        found = shift.mul_(steepest).mul_(1 + slop)
+        over = (error + found).mul_(1 + slop).sub_(candidate)
         holds = ((largest(over) <= 0) & (largest(candidate) < LARGEST)).flatten()
         # What was proved stays so, whatever the samples beside it need.
         spread = torch.where(proved.view(-1, *[1] * (found.ndim - 1)), spread, found) if attempt else found
@@ -202,8 +207,9 @@ def _solved(slope: Tensor, source: Tensor, *, product: TensorMap, single: Single
     """The same by a solve, for places: fewer products."""
     found = torch.maximum(single.solve(slope, source, CANDIDATE), source)
     image = product(found)
-    factor = largest(source / (found - slope * image).clamp_(min=0)).clamp_(min=1)
-    return found * factor, image * factor
+    left = torch.addcmul(found, slope, image, value=-1).clamp_(min=0)
+    factor = largest(torch.div(source, left, out=left)).clamp_(min=1)
+    return found.mul_(factor), image.mul_(factor)
 
 
 def _series(slope: Tensor, source: Tensor, *, product: TensorMap) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pcdeq.recipes import TrainConfig
 from pcdeq.training import Run
 
-SETTINGS = ("channels", "lr", "weight_decay", "smoothing", "average", "batch_size", "loosen", "seed")
+SETTINGS = ("channels", "lr", "scale_rate", "weight_decay", "smoothing", "average", "batch_size", "loosen", "seed")
 
 
 def line(run: Run) -> str | None:

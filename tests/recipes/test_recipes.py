@@ -139,13 +139,13 @@ class TestOurRecipe:
                 assert ours.with_recipe("paper") == row == row.with_recipe("paper")
 
     @pytest.mark.parametrize("kind", CLASSES)
-    def test_within_a_class_only_rate_and_epochs_differ(self, kind):
+    def test_within_a_class_only_rates_and_epochs_differ(self, kind):
         of_the_row = {"row", "data", "channels", "flip"}
         found = [row for row in rows() if row.family == "pcdeq" and row.kind == kind]
         configs = [TrainConfig(row.name, data=row.dataset, recipe="fast").resolve() for row in found]
         assert len(configs) >= 4
         for config in configs:
-            assert config.changes_from(configs[0]).keys() <= {"lr", "epochs"} | of_the_row
+            assert config.changes_from(configs[0]).keys() <= {"lr", "scale_rate", "epochs"} | of_the_row
 
     def test_the_most_special_entry_counts(self, monkeypatch):
         epochs = {"svhn sigmoid": 1, "svhn": 2, "sigmoid": 3, "other": 4}

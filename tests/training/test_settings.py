@@ -16,11 +16,13 @@ from pcdeq.recipes import TrainConfig
 from pcdeq.training import evaluate, resume, session, train, trainer
 from pcdeq.training.averaging import RISE
 from pcdeq.training.objective import plain_loss
+from pcdeq.training.optim import learning_rate
 
 
 def test_each_is_off_unless_asked_for():
     config = TrainConfig("pcdeq-1-mc-relu6", data="mnist").resolve()
     assert (config.smoothing, config.average, config.loosen, config.recalibrate) == (0.0, 0.0, 1.0, False)
+    assert config.scale_rate == 1.0
     assert config.batch_size == 64
 
 
@@ -52,6 +54,38 @@ def test_the_average_is_tested_and_saved_and_training_goes_on_without_it(tiny, t
 
 def initial(config: TrainConfig) -> torch.Tensor:
     return session.open_session(config, quiet=True).network.classifier.weight.detach().clone()
+
+
+def test_scales_learn_at_their_part_of_the_rate(tiny, monkeypatch):
+    """After one step of AdamW without decay each parameter has moved by its rate, wherever its gradient is not 0."""
+    moved = {}
+    step = session.Session.step
+
+    def record(self, number):
+        before = {name: parameter.detach().clone() for name, parameter in self.network.named_parameters()}
+        step(self, number)
+        if number == 1:
+            rate = learning_rate(self.config, 0.0)
+            for name, parameter in self.network.named_parameters():
+                moved[name] = (parameter.detach() - before[name]).abs().max().item() / rate
+
+    monkeypatch.setattr(session.Session, "step", record)
+    settings = {"epochs": 1, "lr": 1e-3, "schedule": "one-cycle", "lr_step": None, "weight_decay": 0.0}
+    run = train(replace(tiny, scale_rate=0.03, **settings), progress="none")
+    assert moved.pop("deq.operator.weight_g") == pytest.approx(0.03, rel=0.01)
+    moved.pop("lift.bias")  # which batch norm takes out again: it has no gradient but rounding
+    assert moved and all(part == pytest.approx(1.0, rel=0.01) for part in moved.values())
+    groups = run.load().optimizer["param_groups"]
+    assert groups[1]["lr"] == pytest.approx(0.03 * groups[0]["lr"])
+
+
+def test_a_resumed_run_keeps_the_rate_of_its_scales(tiny, tmp_path):
+    settings = {"scale_rate": 0.03, "schedule": "constant", "lr_step": None}
+    whole = train(replace(tiny, epochs=2, out=tmp_path / "whole", **settings), progress="none")
+    parted = train(replace(tiny, epochs=1, out=tmp_path / "parted", **settings), progress="none")
+    parted = resume(parted, epochs=2, progress="none")
+    one, two = load(whole).state_dict(), load(parted).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_smoothing_is_descended_and_not_reported():
@@ -108,7 +142,15 @@ def test_what_is_laid_out_for_a_number_of_epochs_keeps_it(settings, message, tin
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"smoothing": 1.0}, {"average": -0.1}, {"average": 1.0}, {"loosen": 0.5}, {"loosen": float("inf")}]
+    "wrong",
+    [
+        {"smoothing": 1.0},
+        {"average": -0.1},
+        {"average": 1.0},
+        {"loosen": 0.5},
+        {"loosen": float("inf")},
+        {"scale_rate": 0.0},
+    ],
 )
 def test_impossible_values(wrong):
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} must be"):

@@ -66,6 +66,8 @@ class TrainConfig:
     """What the rate is multiplied with then (schedule step). (default: the row's)"""
     weight_decay: float | None = None
     """Weight decay of all parameters. (default: the row's)"""
+    scale_rate: float | None = None
+    """Learn the scales of an equilibrium's weights, one a row, at this part of the rate. (default: the recipe's; 1)"""
     smoothing: float | None = None
     """Part of each label that is spread evenly over all classes. (default: the recipe's; the paper's is 0)"""
     average: float | None = None
@@ -203,6 +205,7 @@ class ResolvedConfig(TrainConfig):
     schedule: Schedule = field()
     weight_decay: float = field()
     batch_size: int = field()
+    scale_rate: float = field()
     smoothing: float = field()
     average: float = field()
     loosen: float = field()
@@ -226,7 +229,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("weight_decay seed", "at least 0", lambda value: value >= 0),
     ("seed", "below 2^63", lambda value: value < 2**63),
     ("weight_decay", "finite", lambda value: value < float("inf")),
-    ("lr lr_factor tol robust_reach", "positive and finite", lambda value: 0 < value < float("inf")),
+    ("lr lr_factor scale_rate tol robust_reach", "positive and finite", lambda value: 0 < value < float("inf")),
     ("loosen", "at least 1 and finite", lambda value: 1 <= value < float("inf")),
     ("validation smoothing average", "a fraction, at least 0 and below 1", lambda value: 0 <= value < 1),
     ("robust_radius", "above 0 and below 1", lambda value: 0 < value < 1),

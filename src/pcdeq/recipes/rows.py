@@ -64,6 +64,7 @@ class Row:
     augment: bool
     recipe: Recipe = "paper"
     batch_size: int = 64
+    scale_rate: float = 1.0
     smoothing: float = 0.0
     average: float = 0.0
     loosen: float = 1.0

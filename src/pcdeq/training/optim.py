@@ -45,9 +45,25 @@ def make_optimizer(config: ResolvedConfig, model: nn.Module, device: torch.devic
         if isinstance(accepted[name].default, bool):
             options[name] = bool(value)  # the command line knows only numbers
     try:
-        return kind(model.parameters(), **options)
+        return kind(_groups(model, config.scale_rate), **options)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"{kind.__name__} does not take these parameters or options: {error}") from error
+
+
+def _groups(model: nn.Module, scale_rate: float) -> list[dict[str, Any]]:
+    """All parameters of the model; apart, if these learn at another rate, the scales of weights that are normalised."""
+    if scale_rate == 1.0:
+        return [{"params": list(model.parameters())}]
+    named = list(model.named_parameters())
+    scales = [parameter for name, parameter in named if name.endswith(".weight_g")]
+    others = [parameter for name, parameter in named if not name.endswith(".weight_g")]
+    return [{"params": others}, {"params": scales, "part": scale_rate}]
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Learn at this rate from now on, or, where a group of parameters has a part of it, at that part."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("part", 1.0)
 
 
 def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:

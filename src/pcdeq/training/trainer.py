@@ -36,7 +36,7 @@ from pcdeq.training.display import Display, Lines, ProgressKind, make_display
 from pcdeq.training.evaluation import Device, measure
 from pcdeq.training.memory import kept_memory
 from pcdeq.training.objective import Objective, objective_after, plain_loss
-from pcdeq.training.optim import learning_rate
+from pcdeq.training.optim import learning_rate, set_rate
 from pcdeq.training.run import EpochMetrics, Run
 from pcdeq.training.session import Session, open_session, seed_everything
 from pcdeq.training.tally import Tally
@@ -210,8 +210,7 @@ def _train_epoch(session: Session, epoch: int, display: Display) -> Tally:
             break  # a last batch of a single image has no batch statistics
         epochs_done = epoch - 1 + step / steps
         session.set_tolerance(epochs_done)
-        for group in session.optimizer.param_groups:
-            group["lr"] = learning_rate(config, epochs_done)
+        set_rate(session.optimizer, learning_rate(config, epochs_done))
         objective = objective_after(config, session.preprocessing, epochs_done)
         add_gradients(accelerator, session.model, images, labels, batch_images, config.accumulate, tally, objective)
         session.step((epoch - 1) * steps + step + 1)

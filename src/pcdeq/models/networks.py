@@ -22,6 +22,7 @@ from pcdeq.activations import Activation
 from pcdeq.errors import UsageError
 from pcdeq.implicit import Gradient
 from pcdeq.layers import Injection, PcDEQ, PcDEQConv2d, PcDEQLinear
+from pcdeq.models.average_pool import AvgPool2d
 from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.models.clip import Clip
 from pcdeq.operations import AnySolver
@@ -343,7 +344,7 @@ def head(width: int, image_shape: ImageShape, size: tuple[int, ...], pooling: in
             f"its pooling by {pooling} would leave nothing; the L network takes any size"
         )
     return {
-        "average": nn.AvgPool2d(pooling),
+        "average": AvgPool2d(pooling),
         "flatten": nn.Flatten(),
         "classifier": nn.Linear(width * rows * columns, num_classes),
     }

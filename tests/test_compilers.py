@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pcdeq
 from pcdeq.errors import ConvergenceError, ConvergenceWarning
+from pcdeq.models import MC, SC, L
 from pcdeq.operations import SOLVERS, equilibrium_operator, from_words, in_words, linear_operator
 
 KINDS = ("dense", "conv2d")
@@ -416,6 +417,27 @@ class TestTransforms:
         with torch.no_grad(), forward_ad.dual_level():
             found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
         assert_close(found, torch.einsum("abcd,cd->ab", expected, tangent))
+
+    @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+    @pytest.mark.parametrize(("network", "channels"), [(L, (6,)), (SC, (4,)), (MC, (3, 4, 5))])
+    def test_jacobians_of_networks(self, network, channels, memory_format):
+        """In float32, where kernels do what they can, and with parameters that learn."""
+        torch.manual_seed(0)
+        model = network(channels, image_shape=(2, 24, 24)).eval()
+        x = torch.randn(2, 2, 24, 24).contiguous(memory_format=memory_format)
+        expected = torch.autograd.functional.jacobian(model, x)
+        assert_close(torch.func.jacrev(model)(x), expected, 1e-5)
+        assert_close(torch.autograd.functional.jacobian(model, x, vectorize=True), expected, 1e-5)
+
+    @pytest.mark.parametrize(("network", "channels"), [(L, (6,)), (SC, (4,)), (MC, (3, 4, 5))])
+    def test_many_gradients_at_once_of_networks(self, network, channels):
+        torch.manual_seed(0)
+        model, x = network(channels, image_shape=(2, 24, 24)).eval(), torch.randn(1, 2, 24, 24)
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(model(x), parameters, torch.eye(10)[:, None], is_grads_batched=True)
+        for number, score in enumerate(model(x)[0]):
+            expected = torch.autograd.grad(score, parameters, retain_graph=True)
+            assert_close([each[number] for each in found], list(expected), 1e-4)
 
     def test_a_loop_is_no_matter_of_vmap(self):
         layer = taught("dense", gradient="unrolled")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch  # its OpenMP runtime must be loaded before the kernels
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import Parameter
@@ -311,7 +311,8 @@ def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
     kind = type(x)
     if not (kind is Tensor or kind is Parameter) or x.dtype is not dtype or not x.is_cpu or x.is_nested:
         return False
-    if x.layout is not torch.strided or is_functorch_wrapped_tensor(x) or x.is_neg() or not x.numel():
+    batched = is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x)
+    if batched or x.layout is not torch.strided or x.is_neg() or not x.numel():
         return False
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.untyped_storage().nbytes() >= x.itemsize * (x.storage_offset() + last + 1)

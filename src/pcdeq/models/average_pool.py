@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
 
+from pcdeq.parametrisation import is_transformed
 from pcdeq.proofs.network import know_twin
 
 
@@ -17,13 +19,16 @@ class AvgPool2d(nn.AvgPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
-        if y.requires_grad and not torch.compiler.is_compiling() and _is_channels_last(input):
+        plain = not (torch.compiler.is_compiling() or is_transformed())
+        if y.requires_grad and plain and _is_channels_last(input):
             y.register_hook(_lay_out)
         return y
 
 
 def _lay_out(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.contiguous(memory_format=torch.channels_last)
+    if grad is None or is_legacy_batchedtensor(grad):  # which has no layout
+        return grad
+    return grad.contiguous(memory_format=torch.channels_last)
 
 
 def _is_channels_last(x: Tensor) -> bool:

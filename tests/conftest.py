@@ -48,3 +48,11 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _spread(total: int, count: int) -> torch.Tensor:
     return torch.linspace(0, total - 1, count).long()
+
+
+@pytest.fixture
+def threads():
+    """Sets how many threads torch may use, for the time of a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pcdeq.convolution import convolve
 from pcdeq.errors import UsageError
 from pcdeq.kernels import binding
 from pcdeq.parametrisation import NonnegativeWeight, TransformedWeight, is_transformed, nonnegative_weight, row_norm
@@ -127,23 +128,21 @@ class ConvMap(LinearMap):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self._convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[weight.ndim - 3]
+        self._stride = (1,) * (weight.ndim - 2)
         self._padding = tuple(size // 2 for size in weight.shape[2:])
         self._flipped: Tensor | None = None
         self.kind = "conv" if type(self) is ConvMap else None
 
     def apply(self, z: Tensor) -> Tensor:  # (samples, channels, *space)
-        found = binding.convolve(z, self.weight, None, (1, 1), self._padding) if z.dtype is torch.float64 else None
-        return self._convolve(z, self.weight, padding=self._padding) if found is None else found
+        return convolve(z, self.weight, None, self._stride, self._padding)
 
     def apply_plus(self, z: Tensor, x: Tensor) -> Tensor:
-        found = binding.convolve(z, self.weight, x, (1, 1), self._padding) if z.dtype is torch.float64 else None
-        return self._convolve(z, self.weight, padding=self._padding).add_(x) if found is None else found
+        return convolve(z, self.weight, x, self._stride, self._padding)
 
     def adjoint(self, y: Tensor) -> Tensor:
         if self._flipped is None:
             self._flipped = self.transposed().detach().contiguous(memory_format=_memory_format(self.weight))
-        return self._convolve(y, self._flipped, padding=self._padding)
+        return convolve(y, self._flipped, None, self._stride, self._padding)
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
         found = binding.weight_gradient(z, y, self.weight)

@@ -300,10 +300,17 @@ class Declared(torch.autograd.Function):
 
 def _takes(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there are kernels, nobody needs to see what torch does, and these are numbers that C can read."""
-    watched = _KERNELS is None or torch.compiler.is_compiling() or is_tracing()
-    if watched or _get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
-        return False
-    return all(_is_plain(x, dtype) for x in tensors)
+    return _KERNELS is not None and _is_unwatched() and all(_is_plain(x, dtype) for x in tensors)
+
+
+def are_plain(*tensors: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these are numbers on a CPU, and nobody needs to see what torch does with them."""
+    return _is_unwatched() and not _needs_graph(*tensors) and all(_is_plain(x, dtype) for x in tensors)
+
+
+def _is_unwatched() -> bool:
+    watched = torch.compiler.is_compiling() or is_tracing()
+    return not watched and _get_current_dispatch_mode() is None and forward_ad._current_level < 0
 
 
 def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:

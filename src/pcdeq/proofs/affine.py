@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcdeq.kernels import binding
+from pcdeq.convolution import convolve
 from pcdeq.proofs.balls import TINY, Ball, as_radius
 from pcdeq.proofs.channels import RADIUS
 from pcdeq.proofs.intervals import Bounds, eps
@@ -168,13 +168,13 @@ class Convolution(Weighted):
         if x.ndim != weight.ndim:
             what = ("rows, (n, channels, length)", "images, (n, channels, height, width)", "volumes, of 5 dimensions")
             self.refuse(f"its input must be a batch of {what[weight.ndim - 3]}, not {tuple(x.shape)}")
-        module, convolve = self.module, (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
-        plain = x.dtype is torch.float64 and module.groups == 1 and {*module.dilation} == {1}
-        if plain and not isinstance(module.padding, str):
-            found = binding.convolve(x, weight, None, module.stride, module.padding)
-            if found is not None:
-                return found if bias is None else found.add_(bias.reshape(-1, 1, 1))
-        return convolve(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        module, dims = self.module, weight.ndim - 2
+        if x.dtype is torch.float64 and module.groups == 1 and {*module.dilation} == {1} and module.padding != "same":
+            padding = [0] * dims if module.padding == "valid" else module.padding
+            found = convolve(x, weight, None, module.stride, padding)
+            return found if bias is None else found.add_(bias.reshape(-1, *[1] * dims))
+        plain = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        return plain(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
     def preceded_by(self, other: PerChannel, rank: int | None) -> Layer | None:
         # What is padded stays 0, whatever the map makes of 0.

@@ -17,6 +17,7 @@ import pcdeq
 from pcdeq.export.graph import fixed_graph, loop_graph
 from pcdeq.export.truncation import contractions, exact_logits, proved_error
 from pcdeq.models import Clip
+from pcdeq.models.average_pool import AvgPool2d
 from pcdeq.models.batch_norm import BatchNorm2d
 from pcdeq.proofs.intervals import Bounds, Box
 from pcdeq.proofs.linear import Functional
@@ -51,6 +52,7 @@ ZOO = {
         (lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), IMAGE),
         (lambda: nn.AvgPool2d(2, divisor_override=3), IMAGE),
     ],
+    AvgPool2d: [(lambda: AvgPool2d(2), IMAGE)],
     nn.AvgPool1d: [(lambda: nn.AvgPool1d(2), SEQUENCE), (lambda: nn.AvgPool1d(3, 2, 1), SEQUENCE)],
     nn.AvgPool3d: [(lambda: nn.AvgPool3d((3, 2, 2), 1, 1, divisor_override=5), VOLUME)],
     nn.AdaptiveAvgPool1d: [(lambda: nn.AdaptiveAvgPool1d(2), SEQUENCE), (lambda: nn.AdaptiveAvgPool1d(7), SEQUENCE)],

@@ -58,6 +58,7 @@ WHAT = {
     "sparse": "W as a list of entries",
     "activations": "s: value, slope, sup",
     "operators": "W >= 0: apply, adjoint",
+    "convolution": "in float64: by a kernel, or a few samples at a time",
     "solvers": "one loop; init and step",
     "parametrisation": "W from what is learned",
     "autograd": "a gradient put in place of another",
@@ -87,7 +88,7 @@ COLOURS = {
     },
     "#fde6e1": {"proofs", "theory", "concave"},
     "#fbf1dd": {"injection", "equation", "sparse", "activations", "operators", "parametrisation", "solvers"},
-    "#eeeeee": {"autograd", "files", "kernels", "recalibration", "trees", "extras", "errors"},
+    "#eeeeee": {"autograd", "convolution", "files", "kernels", "recalibration", "trees", "extras", "errors"},
     "#e9f1f4": {"data", "recipes"},
 }
 WIDTH, SIDE, LEFT, TOP, GAP = 900, 130, 16, 14, 8

@@ -128,6 +128,7 @@ class ConvMap(LinearMap):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
+        self._convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[weight.ndim - 3]
         self._stride = (1,) * (weight.ndim - 2)
         self._padding = tuple(size // 2 for size in weight.shape[2:])
         self._flipped: Tensor | None = None
@@ -142,7 +143,7 @@ class ConvMap(LinearMap):
     def adjoint(self, y: Tensor) -> Tensor:
         if self._flipped is None:
             self._flipped = self.transposed().detach().contiguous(memory_format=_memory_format(self.weight))
-        return convolve(y, self._flipped, None, self._stride, self._padding)
+        return self._convolve(y, self._flipped, padding=self._padding)
 
     def weight_gradient(self, z: Tensor, y: Tensor) -> Tensor:
         found = binding.weight_gradient(z, y, self.weight)
